@@ -197,6 +197,15 @@ async fn retry_owed_deletes(node: Node) {
     }
 }
 
+/// Releases networks without a pod at the configured interval, for as long as the daemon serves.
+async fn collect_networks(node: Node) {
+    let interval = node.services().config.network.gc_interval;
+    while !interval.is_zero() {
+        tokio::time::sleep(interval).await;
+        node.collect_networks().await;
+    }
+}
+
 /// Opens the image store. A killed daemon or a command may hold its lock for a moment longer.
 fn open_images(config: &Config, unpack: &Path) -> Result<nacelle_image::ImageStore, ImageError> {
     let deadline = Instant::now() + LOCK_LIMIT;
@@ -231,6 +240,7 @@ pub async fn serve(
     let machine_pods: Arc<dyn PodRuntime> = Arc::new(node.clone());
     let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
     let _owed_deletes = AbortOnDropHandle::new(tokio::spawn(retry_owed_deletes(node.clone())));
+    let _networks = AbortOnDropHandle::new(tokio::spawn(collect_networks(node.clone())));
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();
     let supervisor = Arc::new(supervisor);

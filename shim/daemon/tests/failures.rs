@@ -4,9 +4,35 @@
 mod common;
 
 use common::{World, pod_config};
+use nacelle_base::PodId;
 use nacelle_proto::{cri, pod};
 use proptest::prelude::*;
+use std::time::Duration;
 use tonic::{Code, Status};
+
+/// Also while pods are being created, which are known from before they have a network.
+#[test]
+fn networks_without_a_pod_are_released_while_the_daemon_serves() {
+    let mut world = World::new();
+    world.gc_interval = Duration::from_millis(1);
+    let mut daemon = world.daemon();
+    let mut pods = Vec::new();
+    for number in 0..20_u8 {
+        let orphan = PodId::from_bytes([number; 32]);
+        world.networks.attached.lock().unwrap().insert(orphan.clone());
+        pods.push(world.run(daemon.run_pod(&format!("pod-{number}"))).unwrap());
+        world.eventually("the network without a pod is gone", || {
+            !world.networks.attached.lock().unwrap().contains(&orphan)
+        });
+    }
+    let attached: Vec<String> = world.networks.attached.lock().unwrap().iter().map(ToString::to_string).collect();
+    pods.sort();
+    assert_eq!(attached, pods);
+    for pod in pods {
+        world.run(daemon.remove_pod(&pod)).unwrap();
+    }
+    assert_eq!(world.left(), Vec::<String>::new());
+}
 
 #[test]
 fn a_start_that_fails_at_any_step_leaves_nothing() {

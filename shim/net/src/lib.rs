@@ -27,5 +27,5 @@ pub use cni::{CniError, InterfaceUsage, OwedDelete, PodRef};
 pub use error::NetError;
 pub use inspect::inspect;
 pub use netns::{NetNs, run_in};
-pub use network::{Attachment, NetConfig, NodeNetworks};
+pub use network::{Attachment, KnownPods, NetConfig, NodeNetworks};
 pub use tap::Tap;

@@ -58,6 +58,9 @@ pub struct Attachment {
     pub ips: Vec<IpAddr>,
 }
 
+/// Returns the pods that the caller knows now, including those that are being created.
+pub type KnownPods<'a> = dyn Fn() -> BTreeSet<PodId> + Send + Sync + 'a;
+
 /// The networks of all pods of this node.
 ///
 /// Calls for different pods may run at the same time. Calls for one pod must be sequential.
@@ -163,33 +166,41 @@ impl NodeNetworks {
         Ok(ids)
     }
 
-    /// Releases all pods that are not in `keep`, all at once, then sends the plugins the valid attachments (CNI GC, since 1.1.0).
+    /// Releases all pods that are not known, all at once, then sends the plugins the valid attachments (CNI GC, since 1.1.0).
     /// Each of the two takes at most `limit`. A DEL that is owed already is left to `retry_owed_deletes`, so that a
-    /// hanging plugin does not delay each start of the daemon. Continues after failures and returns the first one. A pod that is being created must
-    /// be in `keep`.
-    pub async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
+    /// hanging plugin does not delay each start of the daemon. Continues after failures and returns the first one. Pods may be
+    /// created and removed meanwhile: `known` is asked after the pods of the node are listed, and again when no plugin runs. A
+    /// pod is known from before its namespace is created until it is released.
+    pub async fn gc(&self, known: &KnownPods<'_>, limit: Duration) -> Result<(), NetError> {
         let owed: BTreeSet<PodId> = self.owed_deletes().await?.into_iter().map(|owed| owed.pod).collect();
         let mut releases = JoinSet::new();
-        for id in self.pods().await?.difference(keep) {
+        let there = self.pods().await?;
+        for id in there.difference(&known()) {
             let (network, id, is_owed) = (self.clone(), id.clone(), owed.contains(id));
             releases.spawn(async move {
                 if is_owed {
                     let path = network.netns_path(&id);
-                    return remove_netns(path).await;
+                    return remove_netns(path).await.map(|()| None);
                 }
                 if let Some(error) = network.release(&id, limit).await? {
                     tracing::warn!(pod = %id, error = %Chain(&error), "the CNI DEL of a pod without a record is owed");
                 }
-                Ok(())
+                Ok(Some(id))
             });
         }
+        let mut released = Vec::new();
         let mut first = self.cni.load_owed_deletes().await.map_err(NetError::from);
         while let Some(done) = releases.join_next().await {
-            first = first
-                .and(done.unwrap_or_else(|error| Err(TaskError::new("release the network of a pod", error).into())));
+            match done.unwrap_or_else(|error| Err(TaskError::new("release the network of a pod", error).into())) {
+                Ok(id) => released.extend(id),
+                Err(error) => first = first.and(Err(error)),
+            }
+        }
+        if !released.is_empty() {
+            tracing::info!(pods = %join_some(&released), count = released.len(), "released the networks of pods that do not exist");
         }
         let too_slow = CniError::TooSlow { command: "GC", seconds: limit.as_secs() };
-        let collected = timeout(limit, self.cni.gc(keep)).await.unwrap_or(Err(too_slow));
+        let collected = timeout(limit, self.cni.gc(known)).await.unwrap_or(Err(too_slow));
         first.and(collected.map_err(NetError::from))
     }
 }
@@ -224,6 +235,11 @@ fn read_attached_network(netns: &NetNs, result: &CniResult, pod: &PodRef) -> Res
         Some(default) if !default.addresses.is_empty() => Ok(network),
         _ => Err(NetError::NoAddress { name: INTERFACE.to_owned() }),
     }
+}
+
+/// Returns the first ids, for a log.
+fn join_some(ids: &[PodId]) -> String {
+    ids.iter().take(5).map(PodId::short).collect::<Vec<_>>().join(" ")
 }
 
 async fn remove_netns(path: PathBuf) -> Result<(), NetError> {

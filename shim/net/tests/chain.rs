@@ -75,7 +75,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         network.check(&pod.id).await.unwrap();
         network.teardown(&pod.id).await.unwrap();
         assert_eq!(leases(world.files("leases")), ["10.77.0.3", "fd77::3"]);
-        network.gc(&[second.id.clone()].into(), LIMIT).await.unwrap();
+        network.gc(&|| [second.id.clone()].into(), LIMIT).await.unwrap();
         network.check(&second.id).await.unwrap();
 
         // An address was removed without CNI.
@@ -85,7 +85,7 @@ fn a_bridged_pod_gets_everything_and_leaves_nothing() {
         // The plugin needs the address for its cleanup.
         ip_in(&network.netns_path(&second.id), &["addr", "add", "10.77.0.3/24", "dev", "eth0"]);
 
-        network.gc(&[].into(), LIMIT).await.unwrap();
+        network.gc(&|| [].into(), LIMIT).await.unwrap();
         network.teardown(&second.id).await.unwrap();
         assert_eq!(network.check(&second.id).await.unwrap_err().kind(), FailureKind::NotFound);
         assert!(leases(world.files("leases")).is_empty());

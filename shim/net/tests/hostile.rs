@@ -215,7 +215,7 @@ fn a_pod_goes_without_its_plugins_and_they_are_asked_again() {
         // A later daemon, for which the pod is gone, finds the pending DEL.
         let network = world.again(LIMIT);
         std::fs::remove_file(world.dir("calls")).unwrap();
-        network.gc(&[].into(), LIMIT).await.unwrap();
+        network.gc(&|| [].into(), LIMIT).await.unwrap();
         assert!(!world.dir("calls").exists(), "the start of a daemon waits for no plugin that has failed before");
         network.retry_owed_deletes(LIMIT).await;
         assert_eq!(network.owed_deletes().await.unwrap()[0].attempts, 2);
@@ -263,7 +263,7 @@ fn a_pod_goes_without_a_plugin_that_hangs_or_is_not_installed_any_more() {
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
         // A daemon that still knows the pod also takes over the pending DEL.
         let network = world.again(LIMIT);
-        network.gc(&[pod.id.clone()].into(), LIMIT).await.unwrap();
+        network.gc(&|| [pod.id.clone()].into(), LIMIT).await.unwrap();
         std::fs::write(&path, text.replace("\"broken\"", "\"\"")).unwrap();
         network.retry_owed_deletes(LIMIT).await;
         assert!(network.owed_deletes().await.unwrap().is_empty());
@@ -341,10 +341,10 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
             })
         };
         assert!(matches!(status().await, Err(CniError::NoConfig { .. })));
-        world.network.gc(&[].into(), LIMIT).await.unwrap();
+        world.network.gc(&|| [].into(), LIMIT).await.unwrap();
         chain(&world, "1.0.0", &[("one", "")]);
         status().await.unwrap();
-        world.network.gc(&[].into(), LIMIT).await.unwrap();
+        world.network.gc(&|| [].into(), LIMIT).await.unwrap();
         assert_eq!(calls(&world), [""; 0]);
         chain(&world, "1.1.0", &[("one", ""), ("two", r#", "status": "missing""#)]);
         assert!(matches!(status().await, Err(CniError::Plugin { code: 50, .. })));
@@ -363,7 +363,7 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
             world.network.create_netns(&pod(number).id).await.unwrap();
             world.network.setup(&pod(number)).await.unwrap_err();
         }
-        world.network.gc(&[pod(1).id].into(), LIMIT).await.unwrap();
+        world.network.gc(&|| [pod(1).id].into(), LIMIT).await.unwrap();
         // The other one is gone all the same, and its DEL is pending.
         assert!(!world.network.netns_path(&pod(2).id).exists());
         let owed: Vec<_> = world.network.owed_deletes().await.unwrap().into_iter().map(|owed| owed.pod).collect();
@@ -371,6 +371,48 @@ fn status_and_gc_speak_to_plugins_from_1_1_0_on() {
         let valid = serde_json::json!([{ "containerID": pod(1).id, "ifname": "eth0" }]);
         assert_eq!(fed(&world, "one.GC")["cni.dev/valid-attachments"], valid);
         assert_eq!(calls(&world).last().unwrap(), "GC one");
+    });
+}
+
+#[test]
+fn gc_spares_a_pod_that_is_attached_while_it_runs() {
+    in_a_world(&[], |world| async move {
+        // Records of attachments stay, because DEL fails too.
+        chain(&world, "1.1.0", &[("one", r#", "mode": "json", "del": "json""#)]);
+        for number in [1, 3] {
+            world.network.create_netns(&pod(number).id).await.unwrap();
+            world.network.setup(&pod(number)).await.unwrap_err();
+        }
+        let asked = std::sync::atomic::AtomicBool::new(false);
+        let known = || {
+            let is_first = !asked.swap(true, std::sync::atomic::Ordering::Relaxed);
+            if is_first {
+                // After the pods of the node were listed, another one comes.
+                let attach = || {
+                    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                    runtime.block_on(async {
+                        world.network.create_netns(&pod(2).id).await.unwrap();
+                        world.network.setup(&pod(2)).await.unwrap_err();
+                    });
+                };
+                std::thread::scope(|scope| scope.spawn(attach).join().unwrap());
+            }
+            let ids = [pod(1).id, pod(2).id];
+            ids.into_iter().take(if is_first { 1 } else { 2 }).collect()
+        };
+        world.network.gc(&known, LIMIT).await.unwrap();
+        assert!(world.network.netns_path(&pod(2).id).exists() && !world.network.netns_path(&pod(3).id).exists());
+        let attachment = |number| serde_json::json!({ "containerID": pod(number).id, "ifname": "eth0" });
+        let valid = fed(&world, "one.GC")["cni.dev/valid-attachments"].clone();
+        let mut valid: Vec<_> = valid.as_array().unwrap().iter().map(ToString::to_string).collect();
+        valid.sort();
+        let mut expected = [1, 2].map(|number| attachment(number).to_string());
+        expected.sort();
+        assert_eq!(valid, expected);
+        // Again, and nothing changes.
+        let before = calls(&world).len();
+        world.network.gc(&known, LIMIT).await.unwrap();
+        assert_eq!(calls(&world)[before..], ["GC one"]);
     });
 }
 

@@ -113,7 +113,12 @@ fn check_network(network: &NetworkSettings) -> Result<(), BrokenRule> {
     for dir in &network.cni_bin_dirs {
         absolute("network.cni_bin_dirs", dir)?;
     }
-    duration_in_range("network.plugin_timeout", network.plugin_timeout, 1..=3600, "1s to 1h are allowed")
+    duration_in_range("network.plugin_timeout", network.plugin_timeout, 1..=3600, "1s to 1h are allowed")?;
+    if network.gc_interval.is_zero() {
+        return Ok(());
+    }
+    let rule = "1m to 24h are allowed, and 0s for only at the daemon's start";
+    duration_in_range("network.gc_interval", network.gc_interval, 60..=86_400, rule)
 }
 
 fn check_sandbox(sandbox: &SandboxSettings) -> Result<(), BrokenRule> {
@@ -240,6 +245,7 @@ mod tests {
             ("[sandbox]\nvolume_cache_ttl = \"1500ms\"", "sandbox.volume_cache_ttl"),
             ("[sandbox]\nvolume_cache_ttl = \"3601s\"", "sandbox.volume_cache_ttl"),
             ("[network]\nplugin_timeout = \"2h\"", "network.plugin_timeout"),
+            ("[network]\ngc_interval = \"59s\"", "network.gc_interval"),
             ("[images]\nprogress_timeout = \"0s\"", "images.progress_timeout"),
             ("[streaming]\nidle_timeout = \"0s\"", "streaming.idle_timeout"),
             ("[streaming]\nidle_timeout = \"169h\"", "streaming.idle_timeout"),

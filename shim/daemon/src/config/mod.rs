@@ -144,6 +144,9 @@ pub struct NetworkSettings {
     /// Time limit for one command of one plugin.
     #[serde(with = "duration")]
     pub plugin_timeout: Duration,
+    /// The interval at which networks without a pod are released and plugins receive CNI GC; 0: only when the daemon starts.
+    #[serde(with = "duration")]
+    pub gc_interval: Duration,
 }
 
 /// The server of exec, attach and port-forward.
@@ -345,6 +348,8 @@ impl Default for NetworkSettings {
             cni_bin_dirs: net.bin_dirs,
             netns_dir: net.netns_dir,
             plugin_timeout: net.plugin_deadline,
+            // What leaks is an address or a rule, while each round holds up the starts of pods for as long as the plugins run.
+            gc_interval: Duration::from_secs(600),
         }
     }
 }

@@ -15,7 +15,7 @@ use nacelle_daemon::lifecycle::services::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, DaemonSetup};
 use nacelle_daemon::supervision::Supervisor;
-use nacelle_net::{Attachment, CniError, NetError, PodRef};
+use nacelle_net::{Attachment, CniError, KnownPods, NetError, PodRef};
 use nacelle_pod::spec::Accelerator;
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
@@ -181,7 +181,8 @@ impl Networks for FakeNetworks {
         self.script.step("status").await.map_err(broken)
     }
 
-    async fn gc(&self, keep: &BTreeSet<PodId>, _: Duration) -> Result<(), NetError> {
+    async fn gc(&self, known: &KnownPods<'_>, _: Duration) -> Result<(), NetError> {
+        let keep = known();
         self.attached.lock().unwrap().retain(|id| keep.contains(id));
         self.netns.lock().unwrap().retain(|id| keep.contains(id));
         Ok(())
@@ -197,6 +198,8 @@ pub struct World {
     runtime: Runtime,
     /// `jail.user_count` of its daemons.
     pub user_count: u32,
+    /// `network.gc_interval` of its daemons.
+    pub gc_interval: Duration,
 }
 
 /// A daemon on the node.
@@ -233,8 +236,9 @@ impl World {
         let pods = Arc::new(FakePods::new(Arc::clone(&script)));
         let networks =
             Arc::new(FakeNetworks { script: Arc::clone(&script), netns: Mutex::default(), attached: Mutex::default() });
-        let user_count = Config::default().jail.user_count;
-        let world = World { root, script, pods, networks, runtime, user_count };
+        let Config { jail, network, .. } = Config::default();
+        let (user_count, gc_interval) = (jail.user_count, network.gc_interval);
+        let world = World { root, script, pods, networks, runtime, user_count, gc_interval };
         image::load(&world);
         world
     }
@@ -247,6 +251,7 @@ impl World {
         config.network.netns_dir = self.root.path().join("netns");
         config.default_handler = "small".into();
         config.jail.user_count = self.user_count;
+        config.network.gc_interval = self.gc_interval;
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };

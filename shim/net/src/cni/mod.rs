@@ -1,7 +1,7 @@
 //! Implements the CNI runtime: selects the network, runs its plugins in order and keeps their results.
 //!
 //! ADD runs the chain forwards, DEL backwards. The input of ADD is recorded before ADD starts; DEL, CHECK and GC use the record
-//! and never today's configuration. Everything is async. GC waits until no other command runs, and blocks all others while it
+//! and never today's configuration. Everything is async. GC begins when no other command runs, and blocks all others while it
 //! runs.
 
 mod attachment_store;
@@ -16,7 +16,7 @@ mod result;
 mod tests;
 mod types;
 
-use crate::network::NetConfig;
+use crate::network::{KnownPods, NetConfig};
 use crate::{NetError, NetNs};
 use attachment_store::{AttachmentRecord, AttachmentStore, PluginLock, fill};
 use config::{NetworkList, Plugin, Version};
@@ -47,6 +47,9 @@ pub(crate) const INTERFACE: &str = "eth0";
 const MAX_PARALLEL: u32 = 64;
 /// The interval of the checks whether a plugin of a former daemon has ended.
 const FORMER_PLUGIN_POLL: Duration = Duration::from_millis(10);
+
+/// The interval of the checks whether no command runs, before GC.
+const IDLE_POLL: Duration = Duration::from_millis(50);
 
 /// The CNI runtime of this node.
 #[derive(Debug)]
@@ -169,10 +172,18 @@ impl Cni {
         Ok(())
     }
 
-    /// Runs GC of the plugins of today's network with the attachments of these pods as the valid ones. Continues after failures
-    /// and returns the first one.
-    pub async fn gc(&self, keep: &BTreeSet<PodId>) -> Result<(), CniError> {
-        let _permit = self.acquire_permits(MAX_PARALLEL).await;
+    /// Runs GC of the plugins of today's network with the attachments of the pods that are known when it begins as the valid
+    /// ones. Continues after failures and returns the first one. The caller limits the time, also that until it begins.
+    pub async fn gc(&self, known: &KnownPods<'_>) -> Result<(), CniError> {
+        // Not in the queue, where it would hold up all commands behind it while one hangs.
+        let _permit = loop {
+            match self.permits.try_acquire_many(MAX_PARALLEL) {
+                Ok(permits) => break permits,
+                Err(_busy) => tokio::time::sleep(IDLE_POLL).await,
+            }
+        };
+        // Only now: no attachment can be added until the end.
+        let keep = known();
         let network = match self.load_network().await {
             Err(CniError::NoConfig { .. }) => return Ok(()),
             other => other?,
@@ -181,7 +192,7 @@ impl Cni {
             return Ok(());
         }
         let mut valid = Vec::new();
-        for id in keep {
+        for id in &keep {
             // An unreadable record counts as valid: GC must not detach a pod that may be running.
             let of_this = match self.read_record(id).await {
                 Ok(Some((_, other))) => other.name == network.name,

@@ -4,7 +4,7 @@
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::{Classify, PodId};
 use nacelle_model::process::PodProcess;
-use nacelle_net::{Attachment, CniError, NetError, NodeNetworks, PodRef};
+use nacelle_net::{Attachment, CniError, KnownPods, NetError, NodeNetworks, PodRef};
 use nacelle_pod::affinity::{self, AffinityError};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::SavedPodState;
@@ -88,8 +88,8 @@ pub trait Networks: Send + Sync + 'static {
     async fn retry_owed_deletes(&self, limit: Duration);
     /// Returns the error because of which pods could not get a network now, if there is one.
     async fn status(&self) -> Result<(), NetError>;
-    /// Removes everything of pods that are not in `keep`; each step takes at most `limit`.
-    async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError>;
+    /// Removes everything of pods that are not known; each step takes at most `limit`. Pods may come and go meanwhile.
+    async fn gc(&self, known: &KnownPods<'_>, limit: Duration) -> Result<(), NetError>;
 }
 
 /// The real pod processes.
@@ -150,7 +150,7 @@ impl Networks for NodeNetworks {
         NodeNetworks::status(self).await
     }
 
-    async fn gc(&self, keep: &BTreeSet<PodId>, limit: Duration) -> Result<(), NetError> {
-        NodeNetworks::gc(self, keep, limit).await
+    async fn gc(&self, known: &KnownPods<'_>, limit: Duration) -> Result<(), NetError> {
+        NodeNetworks::gc(self, known, limit).await
     }
 }

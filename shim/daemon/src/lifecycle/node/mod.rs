@@ -49,6 +49,16 @@ impl Node {
         &self.services
     }
 
+    /// Releases the networks of pods that do not exist, and sends the CNI plugins the valid attachments. A failure is logged; the
+    /// next call tries again.
+    pub async fn collect_networks(&self) {
+        // A pod is in the table from before it has a namespace until its network is released.
+        let known = || self.table.rows().pods.keys().cloned().collect();
+        if let Err(error) = self.services.networks.gc(&known, self.services.teardown_timeout()).await {
+            tracing::warn!("cannot collect networks without a pod; the next interval tries again: {}", Chain(&error));
+        }
+    }
+
     /// Returns the states of all pods.
     pub fn views(&self) -> Vec<Arc<View>> {
         self.table.views()

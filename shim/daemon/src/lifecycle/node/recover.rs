@@ -301,7 +301,8 @@ async fn remove_orphans(services: &NodeServices, known: &[PodRecord]) {
     if let Err(error) = blocking(move || nacelle_pod::scratch::remove_disks(&scratch, &kept)).await {
         tracing::error!("cannot remove the disks of starts that were cut: {}", Chain(&error));
     }
-    if let Err(error) = services.networks.gc(&keep, services.teardown_timeout()).await {
+    let known = move || keep.clone();
+    if let Err(error) = services.networks.gc(&known, services.teardown_timeout()).await {
         tracing::error!("cannot remove networks without a pod: {}", Chain(&error));
     }
 }
