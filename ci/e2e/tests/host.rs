@@ -2,8 +2,8 @@
 
 use nacelle_e2e::census::mounts;
 use nacelle_e2e::node::NodeOptions;
-use nacelle_e2e::run::{eventually, run_program};
-use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, path_from_env};
+use nacelle_e2e::run::{block_on, eventually, run_program};
+use nacelle_e2e::{ContainerRequest, CriClient, PodRequest, TestImage, TestNode, path_from_env};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -138,6 +138,47 @@ fn pods_with_host_namespaces_run_without_a_guest_if_allowed() {
     let refused = refused.err();
     assert!(refused.contains("FailedPrecondition") && refused.contains("namespace of its own"), "{refused}");
     pod.remove();
+}
+
+#[test]
+fn the_nodes_network_goes_with_a_user_namespace() {
+    if !can_run_without_guest() {
+        return;
+    }
+    let extra = "[sandbox]\nhost_namespaces = \"run-on-host\"\n".to_owned();
+    let node = TestNode::with_options(NodeOptions { extra, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let ids = json!([{"container_id": 0, "host_id": 196_608, "length": 65_536}]);
+    let users = json!({"mode": 0, "uids": ids, "gids": ids});
+    let mut options = namespace_options(json!({"network": 2, "userns_options": users}));
+    options["security_context"]["capabilities"] = json!({"add_capabilities": ["NET_ADMIN", "SYS_ADMIN"]});
+    let mut config = PodRequest::new("mapped", node.directory());
+    config.0["linux"]["security_context"] =
+        json!({"namespace_options": options["security_context"]["namespace_options"]});
+    let pod = node.crictl.run_pod(config);
+    let container = pod.start(ContainerRequest::sh("c", &image, "echo up; sleep 600").set("linux", options));
+    container.wait_for_output("up");
+    let own = |kind: &str| container.exec(&format!("readlink /proc/self/ns/{kind}")).ok();
+    for (kind, is_node) in [("net", true), ("user", false), ("pid", false), ("ipc", false)] {
+        assert_eq!(own(kind) == node_namespace(&node, kind), is_node, "{kind}");
+    }
+    let map = container.exec("cat /proc/self/uid_map").ok();
+    assert_eq!(map.split_whitespace().collect::<Vec<_>>(), ["0", "196608", "65536"]);
+    // The interfaces of the node are visible and its alone.
+    container.exec("test -d /sys/class/net/lo && ip link show lo && touch /made && test -O /made").ok();
+    for refused in ["ip link set lo mtu 1400", "echo 1 >/proc/sys/net/ipv4/ip_forward", "touch /sys/x"] {
+        assert_ne!(container.exec(refused).code, 0, "{refused}");
+    }
+    pod.remove();
+    let features = |node: &TestNode| {
+        let request = nacelle_proto::cri::StatusRequest { verbose: false };
+        let answer = block_on(async { CriClient::new(node.channel()).status(request).await }).unwrap();
+        answer.into_inner().features.unwrap().user_namespaces_host_network
+    };
+    assert!(features(&node));
+    assert_eq!(node.leaked(), Vec::<String>::new());
+    drop(node);
+    assert!(!features(&TestNode::new()), "a node without such pods announces them");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::Cri;
 use super::status::{refuse, status};
-use crate::config::{CgroupDriver, EngineSetting};
+use crate::config::{CgroupDriver, EngineSetting, HostNamespaces};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, FailureKind};
 use nacelle_proto::cri;
@@ -47,7 +47,8 @@ impl Cri {
             features: Some(cri::RuntimeFeatures {
                 supplemental_groups_policy: true,
                 mount_options: true,
-                ..Default::default()
+                // Of the node's pods with hostNetwork, if it takes any.
+                user_namespaces_host_network: services.config.sandbox.host_namespaces == HostNamespaces::RunOnHost,
             }),
         })
     }

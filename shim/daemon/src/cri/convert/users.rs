@@ -19,14 +19,10 @@ pub fn pod_namespace(options: &cri::NamespaceOption) -> Result<Option<UserNamesp
         cri::NamespaceMode::Pod => {
             let users = range("config.linux.security_context.namespace_options.userns_options.uids", &requested.uids)?;
             let groups = range("config.linux.security_context.namespace_options.userns_options.gids", &requested.gids)?;
-            // With user namespace POD none of the other namespaces may be the node's.
-            let modes = [options.network(), options.pid(), options.ipc()];
+            // The node's network alone may be combined with it (`user_namespaces_host_network`).
+            let modes = [options.pid(), options.ipc()];
             if modes.contains(&cri::NamespaceMode::Node) {
-                return bad(
-                    FIELD,
-                    "POD",
-                    "a pod that shares network, pid or ipc with the node has the node's users, too",
-                );
+                return bad(FIELD, "POD", "a pod that shares pid or ipc with the node has the node's users, too");
             }
             Ok(Some(UserNamespace { users, groups }))
         }
@@ -123,6 +119,8 @@ mod tests {
         let taken = pod_namespace(&options(Pod, &[one], &[other])).unwrap().unwrap();
         assert_eq!((taken.users.first, taken.users.count, taken.groups.first), (1000, 100_000, 65_536));
         assert_eq!(pod_namespace(&options(Pod, &report(taken).uids, &report(taken).gids)).unwrap(), Some(taken));
+        let on_node = cri::NamespaceOption { network: Node.into(), ..options(Pod, &[one], &[other]) };
+        assert_eq!(pod_namespace(&on_node).unwrap(), Some(taken));
         assert_eq!(pod_namespace(&options(Node, &[], &[])).unwrap(), None);
         assert_eq!(pod_namespace(&cri::NamespaceOption::default()).unwrap(), None);
     }
@@ -141,7 +139,7 @@ mod tests {
             (options(Node, &good, &good), "NODE with mappings"),
             (options(Container, &good, &good), "CONTAINER"),
             (options(Target, &[], &[]), "TARGET"),
-            (cri::NamespaceOption { network: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
+            (cri::NamespaceOption { ipc: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
             (cri::NamespaceOption { pid: Node.into(), ..options(Pod, &good, &good) }, "the node's users"),
         ];
         for (requested, words) in rows {
