@@ -8,8 +8,13 @@ export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
 export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export DEBIAN_FRONTEND=noninteractive
 export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
-crictl_version=1.36.0
-kubernetes_version=1.36.3 # as in ci/kubelet.d/go.mod
+crictl_version=1.37.0 # as in ci/tools/go.mod
+# KUBERNETES=1.36 selects the older of the two versions of Kubernetes that the suites run with.
+case ${KUBERNETES:-1.37} in
+1.37) kubernetes_version=1.37.2 kubernetes_module=go.mod ;;
+1.36) kubernetes_version=1.36.3 kubernetes_module=go-1.36.mod ;;
+*) echo "error: no Kubernetes \"$KUBERNETES\": 1.36 or 1.37" >&2; exit 1 ;;
+esac
 mkdir -p "$cache/tools" "$cache/logs"
 
 say() { echo "== $*" >&2; }
@@ -64,6 +69,15 @@ need() {
         die "cannot install ${missing[*]}"
 }
 
+# unpack_packages DIR PACKAGE...: the files of Debian packages that are not installed, in a directory.
+unpack_packages() {
+    local directory=$1
+    shift
+    (cd "$directory" && { apt-get -qq download "$@" 2>/dev/null || { apt_get update && apt-get -qq download "$@"; }; } &&
+        for deb in *.deb; do dpkg -x "$deb" .; done) >"$directory/log" 2>&1 ||
+        { cat "$directory/log" >&2; die "cannot get Debian's packages $*"; }
+}
+
 # What building needs, and what running pods needs.
 need_build() {
     command -v cargo >/dev/null || die "cargo is not installed: see https://rustup.rs (Rust 1.90 or newer)"
@@ -114,11 +128,12 @@ need_go() {
 }
 
 # go_program FILE DIRECTORY PACKAGE [LINKER-OPTION]: builds a program of the Go module in a directory of this repository, once.
+# `go_module` names another file than go.mod.
 go_program() {
     local file=$1 directory=$2 package=$3
     [ ! -x "$file" ] || return 0
     need_go
-    (cd "$directory" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
+    (cd "$directory" && GOTOOLCHAIN=auto GOFLAGS="-mod=readonly -modfile=${go_module:-go.mod}" CGO_ENABLED=0 \
         long "building $(basename "$file")" go build -trimpath -o "$file.$$" -ldflags "-s -w ${4:-}" "$package") ||
         die "cannot build $(basename "$file")"
     mv "$file.$$" "$file"
@@ -144,7 +159,7 @@ need_critest() {
     if [ ! -x "$file" ]; then
         need_go
         (cd "$repo/ci/tools" && GOTOOLCHAIN=auto GOFLAGS=-mod=readonly CGO_ENABLED=0 \
-            long "building critest $crictl_version" go test -c -trimpath -o "$file.$$" -ldflags "-s -w" \
+            long "building critest $crictl_version" go test -c -vet=off -trimpath -o "$file.$$" -ldflags "-s -w" \
             sigs.k8s.io/cri-tools/cmd/critest) || die "cannot build critest"
         mv "$file.$$" "$file"
     fi
@@ -172,16 +187,17 @@ need_fs_tests() {
 need_kubernetes() {
     local name
     for name in kubelet kube-apiserver kube-controller-manager kubectl; do kubernetes_program $name; done
-    go_program "$cache/tools/etcd-$kubernetes_version" "$repo/ci/kubelet.d" go.etcd.io/etcd/server/v3
+    go_module=$kubernetes_module go_program "$cache/tools/etcd-$kubernetes_version" "$repo/ci/kubelet.d" go.etcd.io/etcd/server/v3
     kubernetes_programs
     go_program "$CSI_DRIVER" "$repo/ci/kubelet.d" ./driver
 }
 
 # kubernetes_program NAME: builds that program of Kubernetes once.
 kubernetes_program() {
-    local of=k8s.io/component-base/version
-    go_program "$cache/tools/$1-$kubernetes_version" "$repo/ci/kubelet.d" "k8s.io/kubernetes/cmd/$1" \
-        "-X $of.gitVersion=v$kubernetes_version -X $of.gitMajor=1 -X $of.gitMinor=36 -X $of.gitTreeState=clean"
+    local of=k8s.io/component-base/version minor=${kubernetes_version#1.}
+    minor=${minor%.*}
+    go_module=$kubernetes_module go_program "$cache/tools/$1-$kubernetes_version" "$repo/ci/kubelet.d" "k8s.io/kubernetes/cmd/$1" \
+        "-X $of.gitVersion=v$kubernetes_version -X $of.gitMajor=1 -X $of.gitMinor=$minor -X $of.gitTreeState=clean"
 }
 
 # The same where they are built already.

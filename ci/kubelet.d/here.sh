@@ -1,13 +1,12 @@
 # A node for `ci/kubelet.d/kubeadm --here` (sourced): in namespaces that ci/kubelet has made, daemons as processes of ours.
 set -euo pipefail
 . "$(dirname "$0")/steps.sh"
+. "$(dirname "$0")/directories.sh"
 work=$2
 export HOME=$work
 units="nacelle kubelet"
 places="/run/netns $work/run/pods $work/root/cni"
 group=/nacelle-kubeadm-${work##*.}
-# cgroup v1 has a tree for each controller, v2 one.
-trees() { if [ -e /sys/fs/cgroup/cgroup.controllers ]; then echo /sys/fs/cgroup; else find /sys/fs/cgroup -mindepth 1 -maxdepth 1 -type d; fi; }
 kubelet_here="failCgroupV1: false
 cgroupRoot: $group"
 endpoint=unix://$work/nacelle.sock
@@ -24,7 +23,7 @@ leases() { find "$work/leases" -name '10.88.*' | wc -l; }
 nacelle_here() {
     local image tree
     shift 2
-    for tree in $(trees); do mkdir -p "$tree$group"; done
+    for tree in $(cgroup_trees); do mkdir -p "$tree$group"; done
     mkdir -p "$work/net.d"
     cat >"$work/net.d/10-node.conflist" <<END
 {"cniVersion": "1.0.0", "name": "node", "plugins": [{"type": "bridge", "bridge": "cni0", "isGateway": true, "ipam":
