@@ -1,4 +1,4 @@
-// What a small cluster consists of, unmodified, and what it is built from, pinned: k8s.io/kubernetes names its parts by folders of its own tree.
+// The older version of Kubernetes that the suites run with (KUBERNETES=1.36), pinned. k8s.io/kubernetes names its parts by directories of its own tree.
 module nacelle.dev/ci/kubelet
 
 go 1.26.2
