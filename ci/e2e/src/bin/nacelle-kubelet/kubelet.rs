@@ -1,7 +1,7 @@
 //! Runs the kubelet process: its configuration, its start and end, its HTTP APIs.
 
 use nacelle_e2e::node::Netns;
-use nacelle_e2e::run::{ProgramOutput, run};
+use nacelle_e2e::run::{ProgramOutput, run, run_program};
 use nacelle_e2e::{TestNode, eventually, path_from_env};
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -179,6 +179,12 @@ fn remove_cgroups(group: &Path) {
     let _ = fs::remove_dir(group);
 }
 
+/// True if this kubelet is to use its feature gate EventedPLEG. With it kubelet 1.37.2 starts sidecars that run already again and
+/// again, with every runtime that sets PodSandboxStatusResponse.timestamp: it takes no container for one of the current sandbox.
+pub fn uses_events() -> bool {
+    !run_program(path_from_env("KUBELET"), ["--version"]).ok().contains(" v1.37.")
+}
+
 /// The configuration of a dedicated node, except for settings that make tests fast and evictions that must not happen.
 fn kubelet_configuration(directory: &Path, socket: &Path) -> Value {
     let endpoint = format!("unix://{}", socket.display());
@@ -204,6 +210,6 @@ fn kubelet_configuration(directory: &Path, socket: &Path) -> Value {
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "crashLoopBackOff": {"maxContainerRestartPeriod": "4s"},
-        "featureGates": {"EventedPLEG": true, "PodAndContainerStatsFromCRI": true, "KubeletCrashLoopBackOffMax": true},
+        "featureGates": {"EventedPLEG": uses_events(), "PodAndContainerStatsFromCRI": true, "KubeletCrashLoopBackOffMax": true},
     })
 }

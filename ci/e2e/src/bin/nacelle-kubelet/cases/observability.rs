@@ -3,6 +3,7 @@
 use super::CaseResult;
 use super::pod_features::waiting;
 use crate::fixture::KubeletFixture;
+use crate::kubelet::uses_events;
 use crate::pods::{ObservedPod, StaticPod, wait_for};
 use crate::websocket::ExecSession;
 use serde_json::Value;
@@ -115,6 +116,9 @@ pub fn statistics_and_metrics(fixture: &KubeletFixture) -> CaseResult {
 }
 
 pub fn evented_pleg(fixture: &KubeletFixture) -> CaseResult {
+    if !uses_events() {
+        return CaseResult::Skipped("with EventedPLEG this version of kubelet starts running sidecars again");
+    }
     let manifest = waiting("events", "  restartPolicy: Never\n", "")
         .replace("trap 'exit 0' TERM; sleep 1000000 & wait", "until [ -e /go ]; do sleep 0.2; done");
     let pod = StaticPod::new(fixture, "events", &manifest);
