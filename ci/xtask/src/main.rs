@@ -10,6 +10,7 @@ mod guest_logs;
 mod jailed;
 mod language;
 mod layers;
+mod scripts;
 mod servers;
 mod shape;
 mod source;
@@ -56,6 +57,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(calls::check(&files));
     found.extend(decoders::check(root, &files)?);
     found.extend(jailed::check(root, &files)?);
+    found.extend(scripts::check(root)?);
     found.extend(servers::check(&files));
     found.extend(threats::check(root, &files)?);
     found.extend(guest_logs::check(&files));

@@ -363,10 +363,11 @@ impl Drop for World {
 }
 
 impl Daemon {
-    /// Kills the daemon like SIGKILL: none of its work continues.
+    /// Kills the daemon like SIGKILL: when this returns, none of its work continues and its socket is closed. Work that blocks has
+    /// five seconds to end.
     pub fn kill(mut self) {
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+            runtime.shutdown_timeout(Duration::from_secs(5));
         }
     }
 }
