@@ -11,7 +11,7 @@ const BOOT_DISK_HEX: &str = "fa31c08ed88ec08ed0bc007c8816007eba0206b80001efbe9c7
     30e85600b00ae85100ba0006eda900017519bafd03eca80174efbaf803ec3c71740f3c727415e83100ebdebea27ce81f00ba0406b80020eff4\
     ebfdb0fee664ebf78a16007eb600b90200bb0080cd13c3ac84c07415e80200ebf688c4bafd03eca82074f8baf80388e0eec3626f6f74200070\
     7265737365640a00";
-const ANNOTATIONS: [&str; 17] = [
+const ANNOTATIONS: [&str; 18] = [
     "kind",
     "memory",
     "cpus",
@@ -23,6 +23,7 @@ const ANNOTATIONS: [&str; 17] = [
     "ssh-keys",
     "spec",
     "name",
+    "machine-id",
     "run-strategy",
     "power",
     "kernel-image",

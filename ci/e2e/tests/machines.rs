@@ -207,6 +207,43 @@ fn a_persistent_vm_outlives_its_pods() {
 }
 
 #[test]
+fn a_persistent_vm_runs_only_for_pods_that_expect_its_machine_id() {
+    const ID: &str = "8b0d4a52-7c1e-4e0b-9a57-3f6f0f7f2d11";
+    let mut node = machine_node();
+    let image = push_boot_image(&node);
+    let new = format!("{ID},new");
+    let pod_with = |node: &TestNode, id: &str| persistent_vm_pod(node, &image, &[("machine-id", id)]);
+    let refused = |node: &TestNode, id: &str| {
+        let file = node.crictl.write_input("pod", &pod_with(node, id).0);
+        node.crictl.try_call(["runp", "--runtime", "vm", &file]).err()
+    };
+    let list = |node: &TestNode| {
+        let config = node.directory().join("config.toml").display().to_string();
+        let program = nacelle_e2e::path_from_env("NACELLE_BIN");
+        let listed = nacelle_e2e::run::run_program(program, ["vm", "list", "--json", "--config", &config]);
+        serde_json::from_str::<Value>(&listed.ok()).expect("it is JSON")
+    };
+    let unknown = refused(&node, ID);
+    assert!(unknown.contains("FailedPrecondition") && unknown.contains("blank disks"), "{unknown}");
+    assert!(refused(&node, "a,create").contains("must be ID or ID,new"));
+    assert_eq!(list(&node), json!([]), "a refused pod creates nothing");
+
+    for boot in ["boot 1\n", "boot 2\n", "boot 3\n"] {
+        let pod = node.crictl.run_pod_with_handler("vm", pod_with(&node, if boot == "boot 3\n" { ID } else { &new }));
+        pod.start(machine_container(&image, 0)).wait_for_output(boot);
+        assert_eq!(list(&node)[0]["machineId"], ID);
+        pod.remove();
+        node.kill();
+        node.start();
+    }
+    assert_eq!((&list(&node)[0]["machineId"], &list(&node)[0]["phase"]), (&json!(ID), &json!("Stopped")));
+    for other in ["another", "another,new"] {
+        let error = refused(&node, other);
+        assert!(error.contains("FailedPrecondition") && error.contains(ID), "{error}");
+    }
+}
+
+#[test]
 fn a_vm_stops_and_starts_by_verbs() {
     let mut node = machine_node();
     let image = push_boot_image(&node);

@@ -204,7 +204,8 @@ impl VmService {
         let mut requests = JoinSet::new();
         let mut listed = Vec::new();
         for pod in self.runtime.machine_pods() {
-            let Some(mut machine) = describe_pod(&pod) else { continue };
+            let find_record = |vm: &str| self.runtime.vms().find(vm);
+            let Some(mut machine) = describe_pod(&pod, find_record) else { continue };
             if !namespace.is_empty() && machine.namespace != namespace {
                 continue;
             }
@@ -510,7 +511,7 @@ mod tests {
             let machine = message.unwrap().unwrap();
             (machine.name, machine.phase)
         };
-        runtime.vms().get_or_create("default", "db").await.unwrap();
+        runtime.vms().get_or_create("default", "db", None).await.unwrap();
         assert_eq!(next().await, ("db".to_owned(), "Stopped".to_owned()));
         runtime.vms().delete("default/db").await.unwrap();
         assert_eq!(next().await, ("db".to_owned(), "Deleted".to_owned()));

@@ -8,6 +8,7 @@ use nacelle_base::{Chain, Classify, FailureKind, random};
 use nacelle_model::digest::ImageId;
 use nacelle_model::record::VmRecord;
 use nacelle_store::{Change, Store, StoreError};
+use nacelle_vmi::annotations::machine_id::ExpectedMachineId;
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -52,13 +53,57 @@ pub enum VmError {
     },
     /// Another VM has the same identity.
     #[error(
-        "VM {id} of this node has the same identity ({uuid}) as the imported VM: delete it, or import with a new identity"
+        "VM {id} of this node has the same identity ({identity}) as the imported VM: delete it, or import with a new identity"
     )]
     SameIdentity {
         /// Namespace and name of the other VM.
         id: String,
-        /// The UUID.
-        uuid: String,
+        /// What the two have in common: the UUID, the MAC address or the machine id.
+        identity: String,
+    },
+    /// A pod expects a VM that this node does not have, and does not allow to create it.
+    #[error(
+        "cannot run VM {id}, whose pod expects the machine id {machine_id}: this node has no VM of this name, and a new one would have blank disks; run the pod on the node that has the VM, bring it here (nacelle vm import), or create it by the annotation vm.nacelle.dev/machine-id: {machine_id},new"
+    )]
+    UnknownMachineId {
+        /// Namespace and name.
+        id: String,
+        /// The machine id.
+        machine_id: String,
+    },
+    /// The VM has another machine id than the pod expects.
+    #[error(
+        "cannot run VM {id}, whose pod expects the machine id {expected}: the VM of this name on this node has the machine id {recorded}; correct the annotation vm.nacelle.dev/machine-id or the VM's name, or delete the VM with its disks (nacelle vm delete)"
+    )]
+    OtherMachineId {
+        /// Namespace and name.
+        id: String,
+        /// The machine id of the VM.
+        recorded: String,
+        /// The machine id that the pod expects.
+        expected: String,
+    },
+    /// The VM is to be created, but one without a machine id has the name.
+    #[error(
+        "cannot create VM {id} with machine id {machine_id}: this node has a VM of this name without a machine id; to run that VM and give it this id, remove \",new\" from the annotation vm.nacelle.dev/machine-id, otherwise delete it with its disks (nacelle vm delete)"
+    )]
+    HasNoMachineId {
+        /// Namespace and name.
+        id: String,
+        /// The machine id that the pod expects.
+        machine_id: String,
+    },
+    /// Another VM of this node has the machine id.
+    #[error(
+        "cannot give VM {id} the machine id {machine_id}: VM {other} of this node has it; correct the annotation vm.nacelle.dev/machine-id or the VM's name"
+    )]
+    MachineIdTaken {
+        /// Namespace and name.
+        id: String,
+        /// The machine id.
+        machine_id: String,
+        /// Namespace and name of the VM that has it.
+        other: String,
     },
     /// A blocking task panicked or was cancelled.
     #[error(transparent)]
@@ -72,7 +117,12 @@ impl Classify for VmError {
             VmError::File(error) => error.kind(),
             VmError::NotFound { .. } => FailureKind::NotFound,
             VmError::Exists { .. } => FailureKind::AlreadyExists,
-            VmError::Busy { .. } | VmError::SameIdentity { .. } => FailureKind::Conflict,
+            VmError::Busy { .. }
+            | VmError::SameIdentity { .. }
+            | VmError::UnknownMachineId { .. }
+            | VmError::OtherMachineId { .. }
+            | VmError::HasNoMachineId { .. }
+            | VmError::MachineIdTaken { .. } => FailureKind::Conflict,
             VmError::Task(error) => error.kind(),
             VmError::Random { .. } => FailureKind::Internal,
         }
@@ -208,8 +258,16 @@ impl Vms {
         if known.contains_key(&record.id) {
             return Err(VmError::Exists { id: record.id.clone() });
         }
-        match known.values().find(|other| other.uuid == record.uuid || other.mac == record.mac) {
-            Some(other) => Err(VmError::SameIdentity { id: other.id.clone(), uuid: other.uuid.clone() }),
+        let in_common = |other: &VmRecord| match &record.machine_id {
+            _ if other.uuid == record.uuid => Some(format!("UUID {}", other.uuid)),
+            _ if other.mac == record.mac => Some(format!("MAC address of UUID {}", other.uuid)),
+            Some(machine_id) if other.machine_id.as_ref() == Some(machine_id) => {
+                Some(format!("machine id {machine_id}"))
+            }
+            _ => None,
+        };
+        match known.values().find_map(|other| Some((other.id.clone(), in_common(other)?))) {
+            Some((id, identity)) => Err(VmError::SameIdentity { id, identity }),
             None => Ok(()),
         }
     }
@@ -232,14 +290,42 @@ impl Vms {
         self.directory.join(&record.uid)
     }
 
-    /// Returns the VM of this name, which is created if it does not exist.
-    pub async fn get_or_create(&self, namespace: &str, name: &str) -> Result<VmRecord, VmError> {
+    /// Returns the VM of this name, which is created if it does not exist. If the pod expects a machine id, the VM must have it:
+    /// one without a machine id gets it, and none is created unless the pod allows it.
+    pub async fn get_or_create(
+        &self,
+        namespace: &str,
+        name: &str,
+        expected: Option<&ExpectedMachineId>,
+    ) -> Result<VmRecord, VmError> {
         let _guard = self.change_lock.lock().await;
-        if let Some(record) = self.find(&id(namespace, name)) {
-            return Ok(record);
+        let id = id(namespace, name);
+        let machine_id = expected.map(|expected| expected.id.clone());
+        if let Some(record) = self.find(&id) {
+            return match (&record.machine_id, expected) {
+                (_, None) => Ok(record),
+                (Some(recorded), Some(expected)) if *recorded == expected.id => Ok(record),
+                (Some(recorded), Some(expected)) => {
+                    Err(VmError::OtherMachineId { id, recorded: recorded.clone(), expected: expected.id.clone() })
+                }
+                (None, Some(expected)) if expected.may_create => {
+                    Err(VmError::HasNoMachineId { id, machine_id: expected.id.clone() })
+                }
+                (None, Some(expected)) => {
+                    self.check_machine_id_unused(&id, expected)?;
+                    let record = VmRecord { machine_id, ..record };
+                    self.write(record.clone()).await.map(|()| record)
+                }
+            };
         }
-        self.check_unlocked(&id(namespace, name))?;
-        let record = new_record(namespace, name)?;
+        self.check_unlocked(&id)?;
+        if let Some(expected) = expected {
+            if !expected.may_create {
+                return Err(VmError::UnknownMachineId { id, machine_id: expected.id.clone() });
+            }
+            self.check_machine_id_unused(&id, expected)?;
+        }
+        let record = VmRecord { machine_id, ..new_record(namespace, name)? };
         let directory = self.directory(&record);
         let create =
             move || std::fs::DirBuilder::new().mode(0o700).create(&directory).map_err(at("create", &directory));
@@ -249,6 +335,18 @@ impl Vms {
             self.remove_directory(&self.directory(&record)).await;
         }
         written.map(|()| record)
+    }
+
+    /// Fails if another VM has this machine id.
+    fn check_machine_id_unused(&self, id: &str, expected: &ExpectedMachineId) -> Result<(), VmError> {
+        let known = self.records.read().unwrap_or_else(PoisonError::into_inner);
+        match known.values().find(|other| other.machine_id.as_ref() == Some(&expected.id)) {
+            Some(other) => {
+                let (machine_id, other) = (expected.id.clone(), other.id.clone());
+                Err(VmError::MachineIdTaken { id: id.to_owned(), machine_id, other })
+            }
+            None => Ok(()),
+        }
     }
 
     /// Records the images that back the VM's disks from now on.
@@ -351,9 +449,9 @@ mod tests {
     async fn a_persistent_vm_survives_a_restart_until_it_is_deleted() {
         let directory = tempfile::tempdir().unwrap();
         let vms = open_vms(directory.path());
-        let first = vms.get_or_create("default", "db").await.unwrap();
-        assert_eq!(vms.get_or_create("default", "db").await.unwrap(), first);
-        assert_ne!(vms.get_or_create("other", "db").await.unwrap().uuid, first.uuid);
+        let first = vms.get_or_create("default", "db", None).await.unwrap();
+        assert_eq!(vms.get_or_create("default", "db", None).await.unwrap(), first);
+        assert_ne!(vms.get_or_create("other", "db", None).await.unwrap().uuid, first.uuid);
         assert!(first.mac[0] & 3 == 2, "a locally administered unicast address");
         assert_eq!(first.uuid.len(), 36);
         vms.set_images("default/db", [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])).into())
@@ -367,7 +465,7 @@ mod tests {
         let vms = open_vms(directory.path());
         assert!(!stray.exists() && vms.directory(&first).join("root.qcow2").exists());
         assert_eq!(vms.images(), [7, 8].map(|byte| nacelle_model::digest::Digest([byte; 32])));
-        let again = vms.get_or_create("default", "db").await.unwrap();
+        let again = vms.get_or_create("default", "db", None).await.unwrap();
         assert_eq!((&again.uuid, again.mac), (&first.uuid, first.mac));
         std::os::unix::fs::symlink("/etc/shadow", vms.directory(&first).join("efi-variables")).unwrap();
         let copy = vms.copy("default/db", "default", "db2").await.unwrap();
@@ -379,6 +477,54 @@ mod tests {
         vms.delete("default/db").await.unwrap();
         assert!(!vms.directory(&first).exists());
         assert_eq!(vms.delete("default/db").await.unwrap_err().kind(), FailureKind::NotFound);
-        assert_ne!(vms.get_or_create("default", "db").await.unwrap().uuid, first.uuid);
+        assert_ne!(vms.get_or_create("default", "db", None).await.unwrap().uuid, first.uuid);
+    }
+
+    #[tokio::test]
+    async fn a_vm_with_a_machine_id_runs_for_no_other_id_and_is_created_only_if_the_pod_allows_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let vms = open_vms(directory.path());
+        let expect = |id: &str, may_create| ExpectedMachineId { id: id.to_owned(), may_create };
+        let refused = async |vms: &Vms, name: &str, expected: ExpectedMachineId| {
+            let error = vms.get_or_create("default", name, Some(&expected)).await.unwrap_err();
+            assert_eq!(error.kind(), FailureKind::Conflict, "{error}");
+            error.to_string()
+        };
+        let unknown = refused(&vms, "db", expect("one", false)).await;
+        assert!(unknown.contains("blank disks") && unknown.contains("vm.nacelle.dev/machine-id: one,new"), "{unknown}");
+        assert_eq!((vms.list(), std::fs::read_dir(directory.path().join("machines")).unwrap().count()), (vec![], 0));
+
+        let created = vms.get_or_create("default", "db", Some(&expect("one", true))).await.unwrap();
+        assert_eq!(created.machine_id.as_deref(), Some("one"));
+        drop(vms);
+        let vms = open_vms(directory.path());
+        // A repeated request and the pods after it run the same VM, also without the annotation.
+        for expected in [Some(expect("one", true)), Some(expect("one", false)), None] {
+            assert_eq!(vms.get_or_create("default", "db", expected.as_ref()).await.unwrap(), created);
+        }
+        for may_create in [false, true] {
+            let other = refused(&vms, "db", expect("two", may_create)).await;
+            assert!(
+                other.contains("expects the machine id two") && other.contains("has the machine id one"),
+                "{other}"
+            );
+        }
+        let twin = refused(&vms, "twin", expect("one", true)).await;
+        assert!(twin.contains("VM default/db of this node has it"), "{twin}");
+
+        // A VM from before: not a new one, but it gets the id of the pod that expects an existing VM.
+        vms.get_or_create("default", "old", None).await.unwrap();
+        let not_new = refused(&vms, "old", expect("three", true)).await;
+        assert!(not_new.contains("remove \",new\""), "{not_new}");
+        let twin = refused(&vms, "old", expect("one", false)).await;
+        assert!(twin.contains("VM default/db of this node has it"), "{twin}");
+        let adopted = vms.get_or_create("default", "old", Some(&expect("three", false))).await.unwrap();
+        assert_eq!(adopted.machine_id.as_deref(), Some("three"));
+        assert_eq!(vms.copy("default/old", "default", "copy").await.unwrap().machine_id, None);
+        drop(vms);
+        let vms = open_vms(directory.path());
+        assert_eq!(vms.get("default/old").unwrap(), adopted);
+        vms.delete("default/db").await.unwrap();
+        refused(&vms, "db", expect("one", false)).await;
     }
 }

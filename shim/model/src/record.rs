@@ -159,6 +159,9 @@ pub struct VmRecord {
     /// Further images under the disks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub more_images: Vec<ImageId>,
+    /// The id that pods expect of the VM (`vm.nacelle.dev/machine-id`); `None` if no pod has given one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine_id: Option<String>,
 }
 
 impl VmRecord {
@@ -184,6 +187,7 @@ impl VmRecord {
             created_at,
             image: None,
             more_images: Vec::new(),
+            machine_id: None,
         }
     }
 }
@@ -295,6 +299,15 @@ mod tests {
         let record = PodRecord::decode("x", value.to_string().as_bytes()).unwrap();
         assert_eq!(record.process.as_ref().map(|process| process.identity.pid), Some(7));
         assert_eq!(serde_json::from_slice::<serde_json::Value>(&record.encode().unwrap()).unwrap(), value);
+    }
+
+    #[test]
+    fn a_persistent_vm_is_stored_with_its_machine_id() {
+        let record = VmRecord { machine_id: Some("one".into()), ..machine() };
+        let bytes = record.encode().unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(value["machine_id"], "one");
+        assert_eq!(VmRecord::decode("x", &bytes).unwrap(), record);
     }
 
     #[test]

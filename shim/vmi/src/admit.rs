@@ -1,6 +1,7 @@
 //! Admits annotations or a document: returns a validated specification, or everything that is wrong. Presets, instance type and
 //! preference are applied before the defaults, because a default must not conflict with them.
 
+use crate::annotations::machine_id::ExpectedMachineId;
 use crate::annotations::{self, PodSettings};
 use crate::cause::{Cause, Causes, Problem};
 use crate::preset::{Applied, Catalogue, apply};
@@ -52,6 +53,11 @@ impl Admitted {
     /// Returns the name of the persistent VM of which the pod is a run.
     pub fn name(&self) -> Option<&str> {
         self.settings.name.as_deref()
+    }
+
+    /// Returns the machine id that the persistent VM must have.
+    pub fn machine_id(&self) -> Option<&ExpectedMachineId> {
+        self.settings.machine_id.as_ref()
     }
 
     /// Returns the run strategy of the persistent VM.

@@ -314,6 +314,7 @@ fn machine_json(machine: &vm::Machine) -> Value {
         "pod": { "id": machine.pod_id, "name": machine.pod_name, "container": machine.container_id },
         "addresses": machine.addresses,
         "uuid": machine.uuid,
+        "machineId": machine.machine_id,
         "mac": machine.mac,
         "vcpus": machine.vcpus,
         "memoryMiB": machine.memory_mib,

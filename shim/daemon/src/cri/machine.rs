@@ -14,6 +14,7 @@ use nacelle_model::machine_pod::MachinePod;
 use nacelle_model::pod::{PodConfig, VmShape};
 use nacelle_vmi::admit;
 use nacelle_vmi::annotations::PREFIX;
+use nacelle_vmi::annotations::machine_id::ExpectedMachineId;
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::spec::SpecKind;
 use tonic::Status;
@@ -30,11 +31,20 @@ pub(super) enum VmRequest {
     Machine {
         /// The specification of the machine.
         machine: Box<MachinePod>,
-        /// The name of the persistent VM of which the pod is a run.
-        name: Option<String>,
+        /// The persistent VM of which the pod is a run.
+        vm: Option<PersistentVmRequest>,
     },
     /// The pod's containers run in a VM of this shape.
     Shape(VmShape),
+}
+
+/// The persistent VM that a pod names.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct PersistentVmRequest {
+    /// The VM's name in the pod's namespace.
+    pub name: String,
+    /// The machine id that the VM must have.
+    pub machine_id: Option<ExpectedMachineId>,
 }
 
 /// Returns the request in a pod's annotations; `None` without annotations about VMs.
@@ -68,7 +78,9 @@ pub(super) fn vm_request(
             return Err(refuse(FailureKind::Invalid, &message));
         }
         let machine = machine_pod::build(&admitted, pod, &config.machines).map_err(status)?;
-        return Ok(Some(VmRequest::Machine { machine: Box::new(machine), name: admitted.name().map(str::to_owned) }));
+        let machine_id = admitted.machine_id().cloned();
+        let vm = admitted.name().map(|name| PersistentVmRequest { name: name.to_owned(), machine_id });
+        return Ok(Some(VmRequest::Machine { machine: Box::new(machine), vm }));
     }
     shape(&admitted, pod, handler, engine).map(|shape| Some(VmRequest::Shape(shape))).map_err(status)
 }
@@ -157,10 +169,8 @@ mod tests {
                 "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1NTE5AAAAIJ1lZDI1 me",
             ),
         ];
-        let Some(VmRequest::Machine { machine, name }) = request_of_pod(&machine).unwrap() else {
-            panic!("no machine")
-        };
-        assert_eq!((name, machine.strategy), (None, None));
+        let Some(VmRequest::Machine { machine, vm }) = request_of_pod(&machine).unwrap() else { panic!("no machine") };
+        assert_eq!((vm, machine.strategy), (None, None));
         assert_eq!((machine.memory_mib, machine.processors.count(), machine.cards.len()), (512, 2, 1));
         let disks: Vec<_> = machine.disks.iter().map(|disk| disk.name.as_str()).collect();
         assert_eq!(disks, ["root", "data", "cloud-init"]);
@@ -228,10 +238,12 @@ mod tests {
             ("vm.nacelle.dev/memory", "512Mi"),
             ("vm.nacelle.dev/disks", "root=image:a:1"),
             ("vm.nacelle.dev/name", "db"),
+            ("vm.nacelle.dev/machine-id", "8b0d4a52,new"),
             ("vm.nacelle.dev/run-strategy", "RerunOnFailure"),
         ];
-        let Some(VmRequest::Machine { machine, name }) = request_of_pod(&named).unwrap() else { panic!("no machine") };
-        assert_eq!(name.as_deref(), Some("db"));
+        let Some(VmRequest::Machine { machine, vm }) = request_of_pod(&named).unwrap() else { panic!("no machine") };
+        let machine_id = Some(ExpectedMachineId { id: "8b0d4a52".to_owned(), may_create: true });
+        assert_eq!(vm, Some(PersistentVmRequest { name: "db".to_owned(), machine_id }));
         assert_eq!(machine.strategy, Some(nacelle_model::machine::RunStrategy::RerunOnFailure));
     }
 }

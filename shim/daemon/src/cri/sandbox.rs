@@ -5,8 +5,9 @@ use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, re
 use super::machine;
 use super::status::{refuse, status};
 use nacelle_base::{FailureKind, PodId};
-use nacelle_machines::machine_pod;
-use nacelle_model::pod::PodKind;
+use nacelle_machines::{machine_pod, vms};
+use nacelle_model::pod::{PodConfig, PodKind};
+use nacelle_model::record::VmRecord;
 use nacelle_proto::cri;
 use nacelle_vmi::annotations::PREFIX;
 use std::collections::HashMap;
@@ -42,12 +43,11 @@ impl Cri {
         let engine = self.node.services().engine.resolve(handler.engine, &pod.kind);
         pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
         match machine::vm_request(&pod, config, handler, engine)? {
-            Some(machine::VmRequest::Machine { mut machine, name }) => {
+            Some(machine::VmRequest::Machine { mut machine, vm: requested }) => {
                 let mut vm = None;
-                if let Some(name) = name {
-                    let vms = &self.node.services().vms;
-                    let record = vms.get_or_create(&pod.name.namespace, &name).await.map_err(status)?;
-                    machine_pod::set_identity(&mut machine, &record, vms.directory(&record));
+                if let Some(requested) = requested {
+                    let record = self.find_vm(&pod, &requested).await?;
+                    machine_pod::set_identity(&mut machine, &record, self.node.services().vms.directory(&record));
                     vm = Some(record.id);
                 }
                 pod.kind = PodKind::Machine { machine, vm };
@@ -62,6 +62,15 @@ impl Cri {
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name, engine).await.map_err(status)?;
         Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })
+    }
+
+    /// Returns the persistent VM that a pod names; it is created if the pod allows it.
+    async fn find_vm(&self, pod: &PodConfig, requested: &machine::PersistentVmRequest) -> Result<VmRecord, Status> {
+        let machine::PersistentVmRequest { name, machine_id } = requested;
+        let namespace = &pod.name.namespace;
+        // Checked first, because a pod that cannot run the VM must not give it a machine id.
+        self.node.check_not_held(&vms::id(namespace, name), &pod.name).map_err(status)?;
+        self.node.services().vms.get_or_create(namespace, name, machine_id.as_ref()).await.map_err(status)
     }
 
     pub(super) async fn on_stop_pod_sandbox(

@@ -7,6 +7,7 @@ use nacelle_keeper::qcow2::MAX_SIZE;
 use nacelle_keeper::{HotplugDisk, parse_hotplug_list};
 use nacelle_model::digest::{Digest, ImageId};
 use nacelle_model::record::VmRecord;
+use nacelle_vmi::annotations::machine_id::is_machine_id;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -72,6 +73,9 @@ pub struct ExportedVm {
     pub mac: String,
     /// The time of the VM's creation, in nanoseconds since 1970.
     pub created_at: i64,
+    /// The id that pods expect of the VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine_id: Option<String>,
     /// The backing image of its disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<BackingImage>,
@@ -216,6 +220,10 @@ impl ExportedVm {
             return invalid_field("uuid", &self.uuid, "a UUID in small letters is expected");
         }
         self.mac_address()?;
+        if let Some(id) = self.machine_id.as_ref().filter(|id| !is_machine_id(id)) {
+            let rule = "1 to 63 letters, digits, '-', '_' and '.' are expected, with a letter or digit at both ends";
+            return invalid_field("machineId", id, rule);
+        }
         if let Some(image) = &self.image {
             if image.names.len() > MAX_IMAGE_NAMES {
                 return invalid_field("image.names", image.names.len(), "at most 16 are allowed");
@@ -312,7 +320,8 @@ impl ExportedVm {
             return Ok(VmRecord { image, ..fresh });
         }
         let mac = self.mac_address()?;
-        Ok(VmRecord { image, uuid: self.uuid.clone(), mac, created_at: self.created_at, ..fresh })
+        let machine_id = self.machine_id.clone();
+        Ok(VmRecord { image, uuid: self.uuid.clone(), mac, created_at: self.created_at, machine_id, ..fresh })
     }
 }
 
@@ -331,6 +340,7 @@ mod tests {
             uuid: "01020304-0506-4708-890a-0b0c0d0e0f10".into(),
             mac: "02:00:00:00:00:01".into(),
             created_at: 5,
+            machine_id: Some("8b0d4a52".into()),
             image: Some(BackingImage { id: Digest([7; 32]), names: vec!["docker.io/library/a:1".into()] }),
             secure_boot: false,
             snapshots: vec!["before".into()],
@@ -356,9 +366,10 @@ mod tests {
         let fresh = VmRecord::new("other", "db2", &[9; 22], 8);
         let same = exported_vm().to_record(fresh.clone(), false).unwrap();
         assert_eq!((same.id.as_str(), &same.uuid, same.mac), ("other/db2", &exported_vm().uuid, [2, 0, 0, 0, 0, 1]));
+        assert_eq!(same.machine_id.as_deref(), Some("8b0d4a52"));
         assert_eq!((same.uid.as_str(), same.image), (fresh.uid.as_str(), Some(Digest([7; 32]))));
         let new = exported_vm().to_record(fresh.clone(), true).unwrap();
-        assert_eq!((&new.uuid, new.mac, new.created_at), (&fresh.uuid, fresh.mac, 8));
+        assert_eq!((&new.uuid, new.mac, new.created_at, &new.machine_id), (&fresh.uuid, fresh.mac, 8, &None));
     }
 
     #[test]
@@ -378,6 +389,8 @@ mod tests {
             ("/mac", json!("01:00:00:00:00:01"), "unicast"),
             ("/mac", json!("+2:00:00:00:00:01"), "unicast"),
             ("/mac", json!("02:00:00:00:00"), "unicast"),
+            ("/machineId", json!("../a"), "machineId is"),
+            ("/machineId", json!("a".repeat(64)), "1 to 63 letters"),
             ("/image/id", json!("sha256:0"), "digest"),
             ("/image/names/0", json!("a b"), "image.names[]"),
             ("/image/names", json!(vec!["a"; 17]), "at most 16"),

@@ -105,6 +105,7 @@ async fn send(
         uuid: record.uuid.clone(),
         mac: record.mac.map(|byte| format!("{byte:02x}")).join(":"),
         created_at: record.created_at,
+        machine_id: record.machine_id.clone(),
         image,
         secure_boot,
         snapshots,

@@ -11,13 +11,17 @@ use serde_json::Value;
 /// The phase of a VM that does not respond.
 pub(super) const UNKNOWN_PHASE: &str = "Unknown";
 
-/// Returns what is known of a pod's VM without a request to its keeper.
-pub(super) fn describe_pod(view: &MachinePodView) -> Option<vm::Machine> {
+/// Returns what is known of a pod's VM without a request to its keeper. `find_record` returns the record of a persistent VM.
+pub(super) fn describe_pod(
+    view: &MachinePodView,
+    find_record: impl Fn(&str) -> Option<VmRecord>,
+) -> Option<vm::Machine> {
     let config = &view.pod.config;
     let (namespace, name) = view.vm_name()?;
     let machine = config.kind.machine()?;
     let mac = machine.cards.first().and_then(|card| card.mac);
     let holds = view.pod.state != PodState::Stopped;
+    let machine_id = config.kind.persistent_vm().and_then(find_record).and_then(|record| record.machine_id);
     let last = view.containers.values().max_by_key(|container| container.created_at);
     Some(vm::Machine {
         namespace: namespace.to_owned(),
@@ -36,6 +40,7 @@ pub(super) fn describe_pod(view: &MachinePodView) -> Option<vm::Machine> {
         agent_connected: false,
         software_emulation: false,
         created_at: view.pod.created_at,
+        machine_id: machine_id.unwrap_or_default(),
     })
 }
 
@@ -50,6 +55,7 @@ pub(super) fn describe_record(record: VmRecord) -> vm::Machine {
         mac: format_mac(record.mac),
         created_at: record.created_at,
         uuid: record.uuid,
+        machine_id: record.machine_id.unwrap_or_default(),
         ..vm::Machine::default()
     }
 }

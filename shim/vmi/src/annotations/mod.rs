@@ -3,6 +3,7 @@
 
 mod disks;
 pub mod empty_dirs;
+pub mod machine_id;
 mod parse;
 
 pub use crate::annotation_name::{PREFIX, field};
@@ -11,6 +12,7 @@ use crate::cause::{Causes, Rule};
 use crate::spec::{Power, RunStrategy, SpecKind};
 use crate::tree::Tree;
 use crate::{read, version};
+use machine_id::ExpectedMachineId;
 use std::collections::BTreeMap;
 
 /// All annotations: the name after the prefix, and its description.
@@ -20,6 +22,10 @@ pub const ALL: &[(&str, &str)] = &[
     ("v1-fields", "the fields that a document in `v1alpha1` cannot express; written by conversion, not by hand"),
     ("kind", "`container` (the default): containers run in the VM; `machine`: the container is the VM"),
     ("name", "the persistent VM of which this pod is a run"),
+    (
+        "machine-id",
+        "the id that the persistent VM must have, so that the pod runs no other one; with `,new` a VM that does not exist is created",
+    ),
     ("run-strategy", "when it runs: `Always`, `RerunOnFailure`, `Once`, `Manual` or `Halted`"),
     ("power", "the requested power state: `on`, `off` or `paused`; applied at the start and after each change"),
     ("instancetype", "the instance type that sizes it"),
@@ -59,6 +65,8 @@ pub struct PodSettings {
     pub kind: Option<SpecKind>,
     /// The name of the persistent VM of which the pod is a run.
     pub name: Option<String>,
+    /// The machine id that the persistent VM must have.
+    pub machine_id: Option<ExpectedMachineId>,
     /// The run strategy of the persistent VM.
     pub run_strategy: Option<RunStrategy>,
     /// The initial power state.

@@ -1,5 +1,6 @@
 //! Parses the short annotations, and sets the fields of the specification that they stand for.
 
+use super::machine_id::{self, ExpectedMachineId};
 use super::{PREFIX, PodSettings, disks, field};
 use crate::Quantity;
 use crate::cause::{Causes, Rule};
@@ -99,6 +100,7 @@ impl<'a> Reader<'a> {
         PodSettings {
             kind: self.keyword("kind", SpecKind::WORDS, SpecKind::of),
             name: self.text("name").map(str::to_owned),
+            machine_id: self.machine_id(),
             run_strategy: self.keyword("run-strategy", RunStrategy::WORDS, RunStrategy::of),
             power: self.keyword("power", Power::WORDS, Power::of),
             instancetype: self.text("instancetype").map(str::to_owned),
@@ -106,6 +108,15 @@ impl<'a> Reader<'a> {
             presets: presets.into_iter().take(MAX_NAMES).collect(),
             ssh_keys: self.ssh_keys(),
         }
+    }
+
+    fn machine_id(&mut self) -> Option<ExpectedMachineId> {
+        let text = self.text("machine-id")?;
+        let parsed = machine_id::parse(text);
+        if parsed.is_none() {
+            self.causes.invalid(Rule("machine-id"), field("machine-id"), text, machine_id::RULE);
+        }
+        parsed
     }
 
     fn ssh_keys(&mut self) -> Vec<String> {

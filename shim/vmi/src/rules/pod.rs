@@ -50,6 +50,7 @@ fn container(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
     }
     for (name, said) in [
         ("name", settings.name.is_some()),
+        ("machine-id", settings.machine_id.is_some()),
         ("run-strategy", settings.run_strategy.is_some()),
         ("power", settings.power.is_some()),
         ("ssh-keys", !settings.ssh_keys.is_empty()),
@@ -93,6 +94,10 @@ fn machine(spec: &InstanceSpec, settings: &PodSettings, causes: &mut Causes) {
         causes.required(Rule("machine-boot"), "spec.domain.devices.disks", message);
     }
     let named = settings.name.is_some();
+    if let Some(expected) = settings.machine_id.as_ref().filter(|_| !named) {
+        let message = format!("only a persistent VM has a machine id: set {PREFIX}name");
+        causes.invalid(Rule("machine-id-name"), field("machine-id"), &expected.id, message);
+    }
     if let Some(strategy @ (RunStrategy::Manual | RunStrategy::Halted)) = settings.run_strategy
         && !named
     {

@@ -6,6 +6,7 @@ use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::view::View;
 use nacelle_machines::runtime::holds_vm;
 use nacelle_machines::vms::VmLock;
+use nacelle_model::pod::PodName;
 use nacelle_model::record::VmRecord;
 use std::sync::Arc;
 
@@ -14,6 +15,12 @@ pub(super) fn held(vm: &str, view: &View) -> LifecycleError {
 }
 
 impl Node {
+    /// Fails if a pod of another name holds this persistent VM. [`Node::run_pod`] checks it again when the pod begins to hold it.
+    pub fn check_not_held(&self, vm: &str, pod: &PodName) -> Result<(), LifecycleError> {
+        let holds = |view: &Arc<View>| holds_vm(&view.pod, vm) && view.pod.config.name != *pod;
+        self.views().iter().find(|view| holds(view)).map_or(Ok(()), |view| Err(held(vm, view)))
+    }
+
     /// Locks a persistent VM that no pod holds; it does not change until the returned guard is dropped.
     pub fn lock_vm(&self, vm: &str, operation: &'static str) -> Result<(VmRecord, VmLock), LifecycleError> {
         // While the table is locked, no pod can begin to hold the VM.
