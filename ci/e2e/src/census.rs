@@ -100,14 +100,15 @@ pub fn pod_logs(directory: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Collects leases of addresses and all other files, except the lock and the "last reserved" marks of host-local.
+/// Collects leases of addresses and all other files, except the lock and the "last reserved" marks of host-local, and the time of
+/// the last event, which the daemon keeps for its successor.
 fn files(directory: &Path, all: &mut BTreeSet<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let path = entry.path();
         let name = entry.file_name().to_string_lossy().into_owned();
         if path.is_dir() {
             files(&path, all);
-        } else if name != "lock" && !name.starts_with("last_reserved") {
+        } else if name != "lock" && name != "last-event" && !name.starts_with("last_reserved") {
             all.insert(format!("file {}", path.display()));
         }
     }

@@ -143,11 +143,16 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
             // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
             tracing::warn!(error = %Chain(&error), "cannot remove all temporary files of killed processes");
         }
+        // Its directory is empty after a boot, when no subscriber knows of earlier events.
+        if let Err(error) = events.keep_last_time(&paths.run.join("last-event")) {
+            let error = Chain(&error);
+            tracing::warn!(%error, "events may have earlier times than those of the last daemon if the clock was set back");
+        }
         let images = open_images(&opened_config, &unpack)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
-        Ok((store, contents, images, vms, locks))
+        Ok((store, contents, images, vms, locks, events))
     });
-    let (store, contents, images, vms, locks) = opened.await??;
+    let (store, contents, images, vms, locks, events) = opened.await??;
     let cidrs = RwLock::new(Vec::new());
     let services = NodeServices { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
     Ok(Node::recover(services, contents).await)

@@ -286,3 +286,22 @@ fn one_that_does_not_read_is_ended_with_the_reason_and_the_others_miss_nothing()
         }
     });
 }
+
+#[test]
+fn events_are_later_than_those_of_the_last_daemon_although_the_clock_was_set_back() {
+    let world = World::new();
+    let run = world.config().paths.run;
+    std::fs::create_dir_all(&run).unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let ahead = i64::try_from((now + Duration::from_secs(3600)).as_nanos()).unwrap();
+    // As a daemon leaves it whose clock was an hour ahead.
+    std::fs::write(run.join("last-event"), ahead.to_le_bytes()).unwrap();
+    let mut daemon = world.daemon();
+    world.run(async {
+        let mut subscriber = Subscriber::new(&mut daemon).await;
+        let pod = daemon.run_pod("web").await.unwrap();
+        assert!(subscriber.expect(CREATED, &pod).await.created_at > ahead);
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod, verbose: false };
+        assert!(daemon.cri.pod_sandbox_status(request).await.unwrap().into_inner().timestamp > ahead);
+    });
+}

@@ -5,7 +5,12 @@
 
 use super::unix_nanos;
 use super::view::View;
+use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, FailureKind};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -78,8 +83,26 @@ struct Inner {
     first: Option<(Receiver, Instant)>,
     /// The time of the last event.
     last: i64,
+    /// The file that has this time, for the next daemon.
+    file: Option<File>,
     /// Notified after each published change; `None` once the events are closed.
     changes: Option<watch::Sender<()>>,
+}
+
+impl Inner {
+    /// Sets the time of the last event, unless it is later already.
+    fn advance(&mut self, time: i64) {
+        if time <= self.last {
+            return;
+        }
+        self.last = time;
+        // Eight bytes in the page cache: the next daemon reads them also if this one is killed. A node that loses its power forgets them.
+        let written = self.file.as_ref().map(|file| file.write_all_at(&time.to_le_bytes(), 0));
+        if let Some(Err(error)) = written {
+            tracing::warn!("cannot keep the time of the last event for the next daemon: {error}");
+            self.file = None;
+        }
+    }
 }
 
 /// The event source of a node.
@@ -99,6 +122,7 @@ impl Events {
             ring: Some(ring),
             first: Some((receiver, Instant::now() + first)),
             last: 0,
+            file: None,
             changes: Some(watch::Sender::new(())),
         }))
     }
@@ -111,7 +135,8 @@ impl Events {
     /// Sends an event to all subscribers.
     pub(crate) fn publish(&self, kind: EventKind, id: &str, view: &Arc<View>) {
         let mut inner = self.inner();
-        inner.last = unix_nanos().max(inner.last.saturating_add(1));
+        let next = inner.last.saturating_add(1);
+        inner.advance(unix_nanos().max(next));
         if inner.first.as_ref().is_some_and(|(_, until)| *until <= Instant::now()) {
             inner.first = None;
         }
@@ -140,14 +165,31 @@ impl Events {
     /// Returns the current time on the clock of events: data read afterwards is at least as new as every earlier event.
     pub fn moment(&self) -> i64 {
         let mut inner = self.inner();
-        inner.last = unix_nanos().max(inner.last);
+        inner.advance(unix_nanos());
         inner.last
     }
 
     /// Makes all further events later than `time`.
     pub(crate) fn go_on_after(&self, time: i64) {
+        self.inner().advance(time);
+    }
+
+    /// Makes all further events later than those of the daemons that have used this file, and keeps the time of the last event in
+    /// it: the node's clock may be set back while no daemon runs. The file belongs into a directory that is empty after a boot. Blocks.
+    pub fn keep_last_time(&self, path: &Path) -> Result<(), FileError> {
+        let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+        let file = opened.map_err(at("open", path))?;
+        let mut bytes = [0; 8];
+        let last = match file.read_exact_at(&mut bytes, 0) {
+            Ok(()) => i64::from_le_bytes(bytes),
+            // A new file.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => 0,
+            Err(error) => return Err(at("read", path)(error)),
+        };
         let mut inner = self.inner();
-        inner.last = inner.last.max(time);
+        inner.file = Some(file);
+        inner.advance(last);
+        Ok(())
     }
 
     /// Subscribes to all further events. The first subscriber also gets those since the daemon's start, if it subscribes in time:
@@ -235,6 +277,32 @@ mod tests {
                 last = event.at;
             }
         }
+    }
+
+    #[tokio::test]
+    async fn the_events_of_the_next_daemon_are_later_although_the_clock_was_set_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("last-event");
+        let events = Events::default();
+        events.keep_last_time(&path).unwrap();
+        // The clock was an hour ahead while this daemon ran.
+        events.go_on_after(unix_nanos() + 3_600_000_000_000);
+        let mut subscriber = events.subscribe();
+        events.publish(EventKind::Deleted, "last", &view());
+        let last = subscriber.next().await.unwrap().unwrap().at;
+        let moment = events.moment();
+        assert_eq!(moment, last);
+        // It is killed.
+        drop((subscriber, events));
+        let events = Events::default();
+        events.keep_last_time(&path).unwrap();
+        let mut subscriber = events.subscribe();
+        events.publish(EventKind::Created, "next", &view());
+        assert!(subscriber.next().await.unwrap().unwrap().at > moment);
+
+        std::fs::write(&path, "short").unwrap();
+        Events::default().keep_last_time(&path).unwrap();
+        assert!(Events::default().keep_last_time(directory.path()).is_err());
     }
 
     #[tokio::test]

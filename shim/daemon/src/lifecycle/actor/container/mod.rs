@@ -88,7 +88,8 @@ impl Actor {
     pub(crate) fn remove_entry(&mut self, id: &ContainerId) -> Option<Entry> {
         let record = &mut self.containers.get_mut(id)?.record;
         if record.started_at != 0 && record.finished_at == 0 {
-            (record.finished_at, record.exit_code) = (unix_nanos(), KILLED);
+            // The clock may have been set back meanwhile.
+            (record.finished_at, record.exit_code) = (unix_nanos().max(record.started_at), KILLED);
             self.publish();
         }
         let entry = self.containers.remove(id);
