@@ -2,6 +2,7 @@
 
 pub mod boot;
 pub mod cgroup;
+pub mod clock;
 pub mod container;
 pub mod copied_in;
 pub mod empty_dirs;

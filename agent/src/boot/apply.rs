@@ -89,8 +89,7 @@ pub fn set_clock(nanos: i64) -> Result<(), BootError> {
     if nanos <= 0 {
         return Ok(());
     }
-    let time = nix::sys::time::TimeSpec::new(nanos / 1_000_000_000, nanos % 1_000_000_000);
-    nix::time::clock_settime(nix::time::ClockId::CLOCK_REALTIME, time).map_err(|source| BootError::Clock { source })
+    crate::clock::set(nanos).map_err(|source| BootError::Clock { source })
 }
 
 /// Adds bytes to the random pool, so that no other VM has the same; an empty slice leaves it unchanged.

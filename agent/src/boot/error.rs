@@ -27,7 +27,7 @@ pub enum BootError {
     #[error("the handshake with the host failed")]
     Handshake { source: AgentFrameError },
     #[error("cannot set the clock")]
-    Clock { source: nix::Error },
+    Clock { source: io::Error },
     #[error("cannot seed the random pool")]
     Entropy { source: io::Error },
     #[error("cannot set the host name {name:?}")]

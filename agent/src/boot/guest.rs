@@ -48,7 +48,8 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     let disks = GuestDisks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (HostSocket::Vsock(rpc), HostSocket::Vsock(streams));
     let (processors, memory, huge_pages) = (OnlineCpus::of_guest(), HotplugMemory::of_guest(), HugePages::of_guest());
-    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid: false, users, rpc, streams, zygote })
+    let (node_pid, has_guest) = (false, true);
+    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid, has_guest, users, rpc, streams, zygote })
 }
 
 fn listen_on(port: u32) -> Result<OwnedFd, BootError> {

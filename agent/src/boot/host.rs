@@ -116,7 +116,8 @@ pub fn boot(arguments: HostArguments) -> Result<BootedAgent, BootError> {
     let (rpc, streams) = (HostSocket::Unix(rpc), HostSocket::Unix(streams));
     let (processors, memory, huge_pages) = (OnlineCpus::of_node(), HotplugMemory::of_node(), HugePages::of_node());
     let disks = GuestDisks::on_node();
-    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid: shares.pid, users, rpc, streams, zygote })
+    let (node_pid, has_guest) = (shares.pid, false);
+    Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid, has_guest, users, rpc, streams, zygote })
 }
 
 /// Moves the agent out of the root of the pod's cgroups, so that the root can enable controllers.

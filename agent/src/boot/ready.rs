@@ -24,6 +24,8 @@ pub struct BootedAgent {
     pub huge_pages: HugePages,
     /// Whether the agent's PID namespace is the node's.
     pub node_pid: bool,
+    /// Whether the agent runs in a guest.
+    pub has_guest: bool,
     /// The containers' user namespace; `None` if it is the agent's.
     pub users: Option<UserNs>,
     /// Listens for the gRPC service.

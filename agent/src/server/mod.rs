@@ -55,6 +55,7 @@ async fn run(ready: BootedAgent) -> io::Result<()> {
         processors: Arc::new(ready.processors),
         memory: Arc::new(ready.memory),
         end: Arc::clone(&end),
+        has_guest: ready.has_guest,
         generation: Mutex::default(),
     };
     let (shutdown_begun, begun) = oneshot::channel::<()>();

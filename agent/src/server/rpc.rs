@@ -3,9 +3,9 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
-    DropVolumeRequest, ExecRequest, ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SignalRequest,
-    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest, DetachDeviceRequest,
+    DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, ListContainersResponse, MemoryRange,
+    RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -18,6 +18,7 @@ use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
+use crate::clock;
 use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions};
 use crate::copied_in::{CopiedInVolumeError, CopiedInVolumes, VolumeDraft};
 use crate::memory::HotplugMemory;
@@ -39,6 +40,8 @@ pub struct AgentService {
     pub memory: Arc<HotplugMemory>,
     /// Notified when the VM must power off.
     pub end: Arc<Notify>,
+    /// The pod has a guest, whose clock is its own.
+    pub has_guest: bool,
     /// The generation of the last Renew request; empty before the first one. A VM that is restored gets a new generation.
     pub generation: Mutex<Vec<u8>>,
 }
@@ -243,6 +246,13 @@ impl Agent for AgentService {
         *generation = request.generation;
         tracing::info!("the VM was restored: the clock and the random pool are set again");
         Ok(Response::new(Empty {}))
+    }
+
+    async fn follow_clock(&self, request: Request<FollowClockRequest>) -> Result<Response<ClockReading>, Status> {
+        let followed = clock::follow(request.into_inner().reference, self.has_guest);
+        let refused =
+            |error: clock::ClockError| Status::new(Code::from_i32(error.kind().grpc_code()), Chain(&error).to_string());
+        followed.map(Response::new).map_err(refused)
     }
 
     async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {

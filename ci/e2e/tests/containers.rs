@@ -5,6 +5,7 @@ use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually}
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
 
 #[test]
 fn exit_codes_and_reasons_are_reported() {
@@ -566,5 +567,35 @@ fn an_obstacle_to_a_mount_is_named() {
         output.contains("InvalidArgument") && output.contains("/dev") && output.contains("Not a directory"),
         "{output}"
     );
+    pod.remove();
+}
+
+#[test]
+fn the_clock_of_a_vm_follows_the_nodes() {
+    if engine() == "host" {
+        println!("skipped: without a VM the clock is the node's");
+        return;
+    }
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let mut config = PodRequest::new("clock", node.directory());
+    config.0["linux"]["security_context"] = json!({"privileged": true});
+    let pod = node.crictl.run_pod(config);
+    let security = json!({"security_context": {"privileged": true}});
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("linux", security));
+    let deviation = || {
+        let guest: i64 = container.exec("busybox date +%s").ok().parse().expect("it is a number");
+        let node = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("it is after 1970").as_secs();
+        guest - i64::try_from(node).expect("it is before the end of time")
+    };
+    assert!(deviation().abs() < 5, "{}", deviation());
+    // The clocks are compared once a minute.
+    container.exec("busybox date -s @1000000000").ok();
+    assert!(deviation().abs() > 1_000_000, "{}", deviation());
+    let until = Instant::now() + Duration::from_secs(75);
+    while deviation().abs() >= 5 {
+        assert!(Instant::now() < until, "{}", deviation());
+        std::thread::sleep(Duration::from_secs(1));
+    }
     pod.remove();
 }

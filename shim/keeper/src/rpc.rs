@@ -6,9 +6,9 @@ use crate::vm_manager::VmManager;
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, CreateContainerRequest, DetachDeviceRequest, DetachImageRequest,
-    DropVolumeRequest, ExecRequest, ListContainersResponse, RenewRequest, SetMemoryRequest, SignalRequest,
-    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest, DetachDeviceRequest,
+    DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, ListContainersResponse, RenewRequest,
+    SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -164,6 +164,10 @@ impl Agent for KeeperService {
 
     async fn renew(&self, _: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
         unsupported("be renewed", "it is not restored from a snapshot")
+    }
+
+    async fn follow_clock(&self, _: Request<FollowClockRequest>) -> Result<Response<ClockReading>, Status> {
+        unsupported("follow the node's clock", "its system sets its own clock")
     }
 
     async fn shutdown(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {

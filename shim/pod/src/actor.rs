@@ -9,6 +9,7 @@ mod devices;
 
 use crate::agent::Agent;
 use crate::boot::{self, ReadyGuest};
+use crate::clock::{self, ClockSteps};
 use crate::container::{self, AttachOutcome, ContainerExit, StartedContainer};
 use crate::copied_volumes::CopiedVolumes;
 use crate::device_table::DeviceTable;
@@ -148,6 +149,7 @@ pub struct PodActor {
     offers: BTreeMap<u64, OfferedFiles>,
     last_offer: u64,
     copied_volumes: CopiedVolumes,
+    clock_steps: Option<ClockSteps>,
 }
 
 /// The handles by which others reach the actor.
@@ -188,6 +190,7 @@ impl PodActor {
             offers: BTreeMap::new(),
             last_offer: 0,
             copied_volumes: CopiedVolumes::default(),
+            clock_steps: None,
         };
         (actor, handles)
     }
@@ -195,6 +198,7 @@ impl PodActor {
     /// Boots the VM and serves until the pod has been stopped.
     pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::PreparedVm) {
         self.write().await;
+        self.clock_steps = prepared.clock_steps.take();
         self.copied_volumes = CopiedVolumes::new(prepared.copied_volumes.take(), self.spec.timeouts.call());
         let (spec, dir, events) = (Arc::clone(&self.spec), self.dir.clone(), self.events.clone());
         tokio::spawn(async move {
@@ -341,6 +345,10 @@ impl PodActor {
     fn on_guest_ready(&mut self, guest: ReadyGuest, replies: &mut DeferredReplies) {
         if self.record.phase == Phase::Booting {
             self.record.kernel_release.clone_from(&guest.response.kernel_release);
+            if self.spec.engine.has_disks() {
+                // Ends with the VM.
+                tokio::spawn(clock::follow(guest.agent.clone(), self.clock_steps.take()));
+            }
             self.agent = Some(guest.agent);
             self.configured = guest.response;
             for reply in self.configure_replies.drain(..) {

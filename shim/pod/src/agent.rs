@@ -219,6 +219,17 @@ impl Agent {
         self.call("report the resource usage of the containers", self.limit, rpc.stats(common::Empty {})).await
     }
 
+    /// Corrects the guest's clock if there is a reference: the node's time at a moment of the guest's monotonic clock. Returns the
+    /// guest's clock.
+    pub async fn follow_clock(
+        &self,
+        reference: Option<proto::ClockReading>,
+    ) -> Result<Bounded<proto::ClockReading>, PodError> {
+        let request = proto::FollowClockRequest { reference };
+        let read = self.call("compare the clocks", self.limit, self.rpc.clone().follow_clock(request)).await;
+        read.map(FromGuest::<proto::ClockReading>::bound)
+    }
+
     /// Requests the guest to power off.
     pub async fn shutdown(&self, limit: Duration) -> Result<(), PodError> {
         self.call("shut down", limit, self.rpc.clone().shutdown(common::Empty {})).await.map(drop)

@@ -167,6 +167,14 @@ impl FromGuest<agent::WaitResponse> {
     }
 }
 
+impl FromGuest<agent::ClockReading> {
+    /// Returns the reading of the guest's clock. Every number is possible: [`crate::clock`] only compares it with the node's time,
+    /// and sends the monotonic time back.
+    pub fn bound(self) -> Bounded<agent::ClockReading> {
+        Bounded(self.0)
+    }
+}
+
 impl FromGuest<i64> {
     /// Returns the time of the guest's clock, or `latest` if it is not between these times of the node's clock.
     pub fn bound_time(self, earliest: i64, latest: i64) -> Bounded<i64> {

@@ -10,6 +10,7 @@ mod agent;
 mod boot;
 mod broadcast;
 pub mod client;
+mod clock;
 pub mod codes;
 mod container;
 mod copied_volumes;

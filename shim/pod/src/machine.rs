@@ -3,6 +3,7 @@
 //! One thread lives as long as the VM, because an engine's process may be bound to the thread that started it; all other
 //! blocking work runs on the blocking pool ([`run_blocking`]).
 
+use crate::clock::ClockSteps;
 use crate::error::PodError;
 use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
 use crate::{agent, jail_dir, scratch};
@@ -71,6 +72,8 @@ pub struct PreparedVm {
     pub shares: Vec<[UnixStream; QUEUES]>,
     /// The channel for copied-in volumes to the file-server process.
     pub copied_volumes: Option<UnixStream>,
+    /// Reports steps of the node's clock, for a guest with a clock of its own that follows it.
+    pub clock_steps: Option<ClockSteps>,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
@@ -87,6 +90,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             has_name: false,
             shares: Vec::new(),
             copied_volumes: None,
+            clock_steps: None,
             timeline,
         });
     }
@@ -102,6 +106,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             has_name: false,
             shares: Vec::new(),
             copied_volumes: None,
+            clock_steps: None,
             timeline,
         });
     }
@@ -117,7 +122,18 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
     match (taps, copied) {
         (Ok(taps), Ok(())) => {
             step.done();
-            Ok(PreparedVm { taps, disk, has_name: true, shares: Vec::new(), copied_volumes: None, timeline })
+            let watched = ClockSteps::watch();
+            let clock_steps =
+                watched.inspect_err(|error| tracing::warn!("cannot watch the node's clock for steps: {error}")).ok();
+            Ok(PreparedVm {
+                taps,
+                disk,
+                has_name: true,
+                shares: Vec::new(),
+                copied_volumes: None,
+                clock_steps,
+                timeline,
+            })
         }
         (Err(error), _) => {
             // The caller needs the first error.
@@ -136,7 +152,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: PreparedVm,
 ) -> Result<AssembledVm, PodError> {
-    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, timeline } = prepared;
+    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, clock_steps: _, timeline } = prepared;
     let mut undo = UndoStack::new();
     if has_name {
         undo.push("scratch disk", {

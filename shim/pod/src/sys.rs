@@ -41,10 +41,10 @@ pub(crate) fn spawn_in_pid_namespace(command: &mut Command) -> io::Result<Child>
     })
 }
 
-/// Registers a pidfd with the async runtime; it becomes readable when its process has ended.
-pub(crate) fn readable(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+/// Registers a descriptor with the async runtime. A pidfd becomes readable when its process has ended.
+pub(crate) fn readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open and returns the same descriptor for as long as it lives.
-    unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(Into::into)
+    unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }.map_err(Into::into)
 }
 
 /// Makes `target` share all blocks of `source`, if the file system supports that.

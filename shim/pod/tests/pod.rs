@@ -367,3 +367,16 @@ async fn a_pod_can_be_stopped_before_it_is_ready() {
     let _ = configuring.await.unwrap();
     assert_eq!(fixture.end().await.phase, Phase::Stopped);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_clock_of_a_guest_follows_the_nodes() {
+    const HOUR: i64 = 3_600_000_000_000;
+    let mut fixture = PodFixture::new();
+    *fixture.agent.clock_ahead.lock().unwrap() = -HOUR;
+    let client = fixture.boot(|_| {}, FailureScript::default()).await;
+    client.configure(network()).await.unwrap();
+    let ahead = || *fixture.agent.clock_ahead.lock().unwrap();
+    eventually("the guest's clock is right", || ahead().abs() < 1_000_000_000).await;
+    client.stop(GRACE).await.unwrap();
+    fixture.end().await;
+}

@@ -65,6 +65,8 @@ pub struct FakeAgent {
     pub volumes: Mutex<Vec<proto::ImageVolume>>,
     pub opened: Mutex<Vec<proto::StreamOpen>>,
     pub stats: Mutex<proto::StatsResponse>,
+    /// How far the guest's clock is ahead of the node's, in nanoseconds.
+    pub clock_ahead: Mutex<i64>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<GuestHandle>>,
 }
@@ -363,6 +365,17 @@ impl Agent for Service {
 
     async fn renew(&self, _: Request<proto::RenewRequest>) -> RpcResult<common::Empty> {
         empty()
+    }
+
+    async fn follow_clock(&self, request: Request<proto::FollowClockRequest>) -> RpcResult<proto::ClockReading> {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let now = i64::try_from(now.as_nanos()).unwrap();
+        let mut ahead = self.0.clock_ahead.lock().unwrap();
+        // The fake's monotonic clock has the node's time.
+        if let Some(reference) = request.into_inner().reference {
+            *ahead = reference.unix_nanos - reference.monotonic_nanos;
+        }
+        Ok(Response::new(proto::ClockReading { monotonic_nanos: now, unix_nanos: now + *ahead }))
     }
 
     async fn shutdown(&self, _: Request<common::Empty>) -> RpcResult<common::Empty> {
