@@ -101,9 +101,26 @@ pub struct RegistryConfig {
     pub skip_tls_verify: bool,
     /// A PEM file with certificates that are trusted in addition to the system's.
     pub ca_file: Option<PathBuf>,
+    /// The certificate by which the registry authenticates this node.
+    pub client_certificate: Option<ClientCertificate>,
     /// URLs ("https://mirror.local:5000") of mirrors, tried in this order before the registry itself. The settings of a mirror
     /// are under the mirror's own host.
     pub mirrors: Vec<String>,
+    /// A file of credentials (docker's config.json) for this host where it is a mirror, unless the pull brings some for it.
+    pub auth_file: Option<PathBuf>,
+}
+
+/// The key of `registries` whose mirrors serve every registry that has no entry.
+pub const DEFAULT_REGISTRY: &str = "_default";
+
+/// A client certificate and its private key, in PEM files.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClientCertificate {
+    /// The file with the certificate and its intermediate certificates.
+    pub certificate: PathBuf,
+    /// The file with the private key.
+    pub key: PathBuf,
 }
 
 /// The credentials of one pull, as in CRI's AuthConfig. Empty strings count as absent.

@@ -88,6 +88,38 @@ pub enum ImageError {
         /// The reason.
         source: rustls::pki_types::pem::Error,
     },
+    /// A client certificate cannot be used with its key.
+    #[error(
+        "cannot use the client certificate {certificate} with the key {key}",
+        certificate = certificate.display(),
+        key = key.display()
+    )]
+    ClientCertificate {
+        /// The file of the certificate.
+        certificate: PathBuf,
+        /// The file of the key.
+        key: PathBuf,
+        /// The reason.
+        source: Box<rustls::Error>,
+    },
+    /// A file of credentials cannot be parsed. The parser's message is left out, because it may quote a password.
+    #[error("{path}, line {line}, column {column}: this is not a JSON file of registry credentials", path = path.display())]
+    AuthFile {
+        /// The file.
+        path: PathBuf,
+        /// The line of the fault, from 1.
+        line: usize,
+        /// The column of the fault.
+        column: usize,
+    },
+    /// A file of credentials has none for a host.
+    #[error("{path} has no credentials for {host}; add an entry under auths (credential helpers are not run)", path = path.display())]
+    NoCredentials {
+        /// The file.
+        path: PathBuf,
+        /// The host, with its port.
+        host: String,
+    },
     /// TLS cannot be set up.
     #[error("cannot set up TLS")]
     Tls(#[from] rustls::Error),
@@ -290,7 +322,13 @@ impl Classify for ImageError {
             E::File(error) => error.kind(),
             E::SharedPull(error) => error.kind(),
             E::Version { .. } | E::Locked { .. } => FailureKind::Conflict,
-            E::Certificates { .. } | E::Tls(_) | E::Catalogue { .. } | E::Index { .. } => FailureKind::Internal,
+            E::Certificates { .. }
+            | E::ClientCertificate { .. }
+            | E::AuthFile { .. }
+            | E::NoCredentials { .. }
+            | E::Tls(_)
+            | E::Catalogue { .. }
+            | E::Index { .. } => FailureKind::Internal,
             E::Task(source) => source.kind(),
             E::Aborted { .. } => FailureKind::Unavailable,
             E::Request { .. } | E::BrokenBody { .. } | E::ShortBody { .. } | E::Protocol { .. } | E::Digest { .. } => {

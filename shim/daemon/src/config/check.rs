@@ -1,8 +1,8 @@
 //! Checks the configuration: the range of each value, and the rules between values.
 
 use super::{
-    Config, Handler, ImageSettings, JailSettings, NetworkSettings, PathSettings, SandboxSettings, StreamingSettings,
-    duration,
+    Config, Handler, ImageSettings, JailSettings, NetworkSettings, PathSettings, RegistrySettings, SandboxSettings,
+    StreamingSettings, duration,
 };
 use nacelle_engine::MAX_VCPUS;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
@@ -177,10 +177,24 @@ fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
     let rule = "402653184 bytes (384 MiB) or more are needed";
     in_range("images.max_unpack_memory", images.max_unpack_memory, 384 << 20..=u64::MAX, rule)?;
     for (host, registry) in &images.registries {
+        let key = |key: &str| format!("images.registries.{host}.{key}");
+        let files = [("client_cert_file", &registry.client_cert_file), ("client_key_file", &registry.client_key_file)];
+        for (name, file) in
+            files.into_iter().chain([("ca_file", &registry.ca_file), ("auth_file", &registry.auth_file)])
+        {
+            file.as_deref().map_or(Ok(()), |file| absolute(key(name), file))?;
+        }
+        if let [(name, None), (_, Some(_))] | [(_, Some(_)), (name, None)] = files {
+            return Err(broken(key(name), "", "set the client certificate and its key, or neither"));
+        }
+        let only_mirrors = RegistrySettings { mirrors: registry.mirrors.clone(), ..RegistrySettings::default() };
+        if host == nacelle_image::DEFAULT_REGISTRY && *registry != only_mirrors {
+            let rule = "the default entry has only mirrors; write other settings under the host that they are for";
+            return Err(broken("images.registries", host, rule));
+        }
         let is_url = |mirror: &str| mirror.starts_with("http://") || mirror.starts_with("https://");
         if let Some(mirror) = registry.mirrors.iter().find(|mirror| !is_url(mirror)) {
-            let key = format!("images.registries.{host}.mirrors");
-            return Err(broken(key, mirror, "a mirror is a URL (https://… or http://…)"));
+            return Err(broken(key("mirrors"), mirror, "a mirror is a URL (https://… or http://…)"));
         }
     }
     Ok(())
@@ -254,6 +268,11 @@ mod tests {
             ("[images]\nparallel_layers = 0", "images.parallel_layers"),
             ("[images]\nmax_unpack_memory = 1000000", "images.max_unpack_memory"),
             ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
+            ("[images.registries._default]\nhttp = true", "images.registries"),
+            ("[images.registries.r]\nauth_file = \"c\"", "images.registries.r.auth_file"),
+            ("[images.registries.r]\nca_file = \"c\"", "images.registries.r.ca_file"),
+            ("[images.registries.r]\nclient_cert_file = \"/c\"", "images.registries.r.client_key_file"),
+            ("[images.registries.r]\nclient_key_file = \"/k\"", "images.registries.r.client_cert_file"),
             ("default_handler = \"A\"\n[handlers.A]", "handlers"),
             ("[handlers.nacelle]\nkernel = \"vmlinux\"", "handlers.nacelle.kernel"),
             ("[handlers.nacelle]\nvcpus = 0", "handlers.nacelle.vcpus"),

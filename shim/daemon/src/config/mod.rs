@@ -183,7 +183,7 @@ pub struct ImageSettings {
     pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
-    /// Settings of registries, by host and port.
+    /// Settings of registries, by host and port; the mirrors of `_default` serve registries without an entry.
     pub registries: BTreeMap<String, RegistrySettings>,
 }
 
@@ -198,8 +198,17 @@ pub struct RegistrySettings {
     /// A PEM file of further trusted certificates.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ca_file: Option<PathBuf>,
+    /// A PEM file with the certificate that the registry receives from this node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_cert_file: Option<PathBuf>,
+    /// A PEM file with the private key of that certificate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_key_file: Option<PathBuf>,
     /// URLs of mirrors, which are tried before the registry, in this order.
     pub mirrors: Vec<String>,
+    /// A file with credentials for this host where it is a mirror, in the format of docker's config.json.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub auth_file: Option<PathBuf>,
 }
 
 /// The engine of a handler.
@@ -500,7 +509,13 @@ impl Config {
             http: registry.http,
             skip_tls_verify: registry.skip_tls_verify,
             ca_file: registry.ca_file.clone(),
+            client_certificate: registry
+                .client_cert_file
+                .clone()
+                .zip(registry.client_key_file.clone())
+                .map(|(certificate, key)| nacelle_image::ClientCertificate { certificate, key }),
             mirrors: registry.mirrors.clone(),
+            auth_file: registry.auth_file.clone(),
         };
         nacelle_image::ImageStoreConfig {
             registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),

@@ -100,7 +100,13 @@ fn the_documentation_names_every_key_and_no_other() {
             ..Handler::default()
         },
     );
-    let registry = RegistrySettings { ca_file: Some("/ca.pem".into()), ..RegistrySettings::default() };
+    let registry = RegistrySettings {
+        ca_file: Some("/ca.pem".into()),
+        auth_file: Some("/auth.json".into()),
+        client_cert_file: Some("/cert.pem".into()),
+        client_key_file: Some("/key.pem".into()),
+        ..RegistrySettings::default()
+    };
     example.images.registries.insert("HOST".into(), registry);
     example.streaming.tls_cert_file = Some("/cert.pem".into());
     example.streaming.tls_key_file = Some("/key.pem".into());

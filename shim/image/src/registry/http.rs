@@ -2,7 +2,7 @@
 //! hosts, and bodies of bounded size.
 
 use super::upload::{FileBody, RequestBody};
-use crate::{ImageError, ImageStoreConfig, RegistryConfig};
+use crate::{ClientCertificate, DEFAULT_REGISTRY, ImageError, ImageStoreConfig, RegistryConfig};
 use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, USER_AGENT};
 use ::http::{HeaderValue, Method, Request, StatusCode, Uri};
 use bytes::Bytes;
@@ -17,9 +17,9 @@ use nacelle_base::json;
 use nacelle_base::task::run_blocking;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -36,11 +36,12 @@ pub struct HttpClients {
     clients: Mutex<HashMap<TlsSettings, HttpClient>>,
 }
 
-/// The settings by which a host's certificate is verified.
+/// The settings by which a host's certificate is verified, and the certificate that the host receives.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct TlsSettings {
     skip: bool,
     ca_file: Option<PathBuf>,
+    client_certificate: Option<ClientCertificate>,
 }
 
 /// A response whose body has not been read.
@@ -70,6 +71,13 @@ impl HttpClients {
     /// Returns the settings of a host.
     pub fn registry_config(&self, host: &str) -> RegistryConfig {
         self.config.registries.get(host).cloned().unwrap_or_default()
+    }
+
+    /// Returns the URLs of a registry's mirrors: those of its entry, or the default ones if it has no entry.
+    pub fn mirrors(&self, registry: &str) -> &[String] {
+        let registries = &self.config.registries;
+        let entry = registries.get(registry).or_else(|| registries.get(DEFAULT_REGISTRY));
+        entry.map_or(&[], |entry| &entry.mirrors)
     }
 
     /// Sends a GET request. Follows redirects; the Authorization header goes to the first host only.
@@ -138,6 +146,7 @@ impl HttpClients {
         let settings = TlsSettings {
             skip: registry_config.is_some_and(|registry_config| registry_config.skip_tls_verify),
             ca_file: registry_config.and_then(|registry_config| registry_config.ca_file.clone()),
+            client_certificate: registry_config.and_then(|registry_config| registry_config.client_certificate.clone()),
         };
         let known = |key: &TlsSettings| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
         if let Some(client) = known(&settings) {
@@ -234,24 +243,38 @@ pub fn resolve_location(base: &Uri, location: &str) -> Option<Uri> {
     (matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()).then_some(uri)
 }
 
-/// Builds the TLS configuration. Blocks: it reads the system's certificates.
+/// Builds the TLS configuration. Blocks: it reads the system's certificates and the configured files.
 fn tls_config(settings: &TlsSettings) -> Result<rustls::ClientConfig, ImageError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder =
         rustls::ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
-    if settings.skip {
+    let builder = if settings.skip {
         let verifier = Arc::new(SkippedCertificateCheck(provider));
-        return Ok(builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth());
-    }
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    if let Some(path) = &settings.ca_file {
-        let pem = std::fs::read(path).map_err(at("read", path))?;
-        for certificate in CertificateDer::pem_slice_iter(&pem) {
-            roots.add(certificate.map_err(|source| ImageError::Certificates { path: path.clone(), source })?)?;
+        builder.dangerous().with_custom_certificate_verifier(verifier)
+    } else {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        for certificate in settings.ca_file.as_deref().map(read_certificates).transpose()?.unwrap_or_default() {
+            roots.add(certificate)?;
         }
-    }
-    Ok(builder.with_root_certificates(roots).with_no_client_auth())
+        builder.with_root_certificates(roots)
+    };
+    let Some(ClientCertificate { certificate, key }) = &settings.client_certificate else {
+        return Ok(builder.with_no_client_auth());
+    };
+    let pem = std::fs::read(key).map_err(at("read", key))?;
+    let private =
+        PrivateKeyDer::from_pem_slice(&pem).map_err(|source| ImageError::Certificates { path: key.clone(), source })?;
+    builder.with_client_auth_cert(read_certificates(certificate)?, private).map_err(|source| {
+        ImageError::ClientCertificate { certificate: certificate.clone(), key: key.clone(), source: Box::new(source) }
+    })
+}
+
+/// Reads the certificates of a PEM file.
+fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ImageError> {
+    let pem = std::fs::read(path).map_err(at("read", path))?;
+    let certificates: Result<_, _> = CertificateDer::pem_slice_iter(&pem).collect();
+    certificates.map_err(|source| ImageError::Certificates { path: path.to_owned(), source })
 }
 
 /// Accepts any certificate, because the administrator configured it for this host. Signatures are still verified.

@@ -2,6 +2,7 @@
 //! configuration, digests and the limits of manifests. Credentials go only to the endpoint that they are for.
 
 mod auth;
+mod auth_file;
 pub mod download;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
@@ -16,8 +17,10 @@ use ::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use auth::AuthChallenge;
 pub use http::HttpClients;
 use http::{HttpResponse, header_value};
+use nacelle_base::task::run_blocking;
 use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::Digest;
+use std::path::PathBuf;
 use std::sync::Arc;
 use upload::RequestBody;
 
@@ -37,8 +40,24 @@ struct RegistryEndpoint {
     mirror: bool,
     /// The credentials that this endpoint may receive.
     auth: Option<Auth>,
+    /// The file and host of a mirror's own credentials, which are used if `auth` is absent.
+    auth_file: Option<(PathBuf, String)>,
     /// The last Authorization header that the endpoint accepted.
     authorization: tokio::sync::Mutex<Option<HeaderValue>>,
+}
+
+impl RegistryEndpoint {
+    /// Returns the credentials for this endpoint. Reads a mirror's file at each use, so that a change takes effect at once.
+    async fn find_auth(&self) -> Result<Option<Auth>, ImageError> {
+        match (&self.auth, &self.auth_file) {
+            (None, Some((path, host))) => {
+                let (path, host) = (path.clone(), host.clone());
+                let read = move || auth_file::read_auth_file(&path, &host).map(Some);
+                run_blocking("read the credentials of a registry mirror", read).await?
+            }
+            (auth, _) => Ok(auth.clone()),
+        }
+    }
 }
 
 impl RegistrySession {
@@ -65,10 +84,11 @@ impl RegistrySession {
                 None => !mirror,
             };
             let auth = auth.clone().filter(|_| may_see);
-            Ok::<_, ImageError>(RegistryEndpoint { base, mirror, auth, authorization: Default::default() })
+            let auth_file = http.registry_config(&host).auth_file.filter(|_| mirror).map(|path| (path, host));
+            Ok::<_, ImageError>(RegistryEndpoint { base, mirror, auth, auth_file, authorization: Default::default() })
         };
         let mut endpoints = Vec::new();
-        for mirror in &registry_config.mirrors {
+        for mirror in http.mirrors(registry) {
             endpoints.push(endpoint(mirror.clone(), true)?);
         }
         let scheme = if registry_config.http || plain { "http" } else { "https" };
@@ -240,7 +260,8 @@ impl RegistrySession {
         endpoint: &RegistryEndpoint,
         challenges: Vec<AuthChallenge>,
     ) -> Result<Option<HeaderValue>, ImageError> {
-        let auth = endpoint.auth.as_ref();
+        let auth = endpoint.find_auth().await?;
+        let auth = auth.as_ref();
         if let Some(token) = auth.map(|auth| &auth.registry_token).filter(|token| !token.is_empty()) {
             return auth::bearer_header(token).map(Some);
         }

@@ -3,9 +3,9 @@
 use crate::common::registry::{Registry, missing};
 use crate::common::{Image, Packing, Tar, image, reopen, store_config};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_image::{Auth, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
+use nacelle_image::{Auth, ClientCertificate, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 macro_rules! need_registry {
     () => {
@@ -132,6 +132,41 @@ async fn passwords_are_asked_for_and_https_is_checked() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn client_certificates_are_sent_to_their_host_only() {
+    need_registry!();
+    let (registry, other) = (Registry::start_for_certificates(), Registry::start(false, false));
+    let (certificate, key) = registry.certificate();
+    let client = tempfile::tempdir().unwrap();
+    std::fs::copy(&certificate, client.path().join("client.cert")).unwrap();
+    std::fs::copy(&key, client.path().join("client.key")).unwrap();
+    registry.push(&sample("certified"), "c:1", &["--dest-cert-dir", client.path().to_str().unwrap()]);
+    let name = reference(&registry.host(), "c:1");
+    let pull = async |client_certificate: Option<(PathBuf, PathBuf)>, host: &str| {
+        let client_certificate = client_certificate.map(|(certificate, key)| ClientCertificate { certificate, key });
+        let with = RegistryConfig { client_certificate, ca_file: Some(registry.ca()), ..RegistryConfig::default() };
+        let without = RegistryConfig { ca_file: Some(registry.ca()), ..RegistryConfig::default() };
+        let directory = tempfile::tempdir().unwrap();
+        let special = [(registry.host(), without), (host.to_owned(), with)];
+        let special: Vec<_> = special.iter().map(|(host, config)| (host.as_str(), config.clone())).collect();
+        store(directory.path(), &special).pull(&name, None).await
+    };
+    let ours = (certificate.clone(), key.clone());
+    assert!(pull(Some(ours.clone()), &registry.host()).await.is_ok());
+    for (client_certificate, host) in [(None, registry.host()), (Some(ours), other.host())] {
+        let error = pull(client_certificate, &host).await.unwrap_err();
+        assert_eq!(error.kind(), FailureKind::Unavailable, "{error:?}");
+    }
+    for (files, named) in [
+        ((certificate.clone(), registry.ca()), "ca.pem"),
+        ((PathBuf::from("/no/cert.pem"), key.clone()), "/no/cert.pem"),
+        ((certificate.clone(), client.path().join("none.key")), "none.key"),
+    ] {
+        let error = pull(Some(files), &registry.host()).await.unwrap_err();
+        assert!(nacelle_base::Chain(&error).to_string().contains(named), "{error:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn mirrors_are_asked_first_and_may_be_down() {
     need_registry!();
     let mirror = Registry::start(false, false);
@@ -153,6 +188,46 @@ async fn mirrors_are_asked_first_and_may_be_down() {
     assert_eq!(store.list()[0].repo_tags, [format!("{origin_host}/library/x:1")]);
     let id = store.pull(&reference(&origin_host, "library/y:1"), None).await.unwrap();
     assert_eq!(id.to_string(), only.config);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn default_mirrors_serve_registries_without_an_entry() {
+    need_registry!();
+    let mirror = Registry::start(false, false);
+    mirror.push(&sample("mirrored"), "library/x:1", &[]);
+    let default = RegistryConfig { mirrors: vec![format!("http://{}", mirror.host())], ..RegistryConfig::default() };
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path(), &[("_default", default), ("127.0.0.1:2", http())]);
+    assert!(store.pull(&reference("127.0.0.1:1", "library/x:1"), None).await.is_ok());
+    let error = store.pull(&reference("127.0.0.1:2", "library/x:1"), None).await.unwrap_err();
+    assert_eq!(error.kind(), FailureKind::Unavailable, "{error:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_mirror_receives_its_own_credentials_only() {
+    need_registry!();
+    let mirror = Registry::start(true, true);
+    mirror.push(&sample("guarded"), "library/x:1", &[]);
+    let directory = tempfile::tempdir().unwrap();
+    let auth_file = directory.path().join("auth.json");
+    let settings =
+        RegistryConfig { ca_file: Some(mirror.ca()), auth_file: Some(auth_file.clone()), ..RegistryConfig::default() };
+    let default = RegistryConfig { mirrors: vec![format!("https://{}", mirror.host())], ..RegistryConfig::default() };
+    let place = directory.path().join("store");
+    let store = store(&place, &[("_default", default), (&mirror.host(), settings)]);
+    let right = Auth { username: "u".into(), password: "p:w".into(), ..Auth::default() };
+    let name = reference("127.0.0.1:1", "library/x:1");
+    let write = |host: &str| {
+        std::fs::write(&auth_file, format!(r#"{{"auths": {{"{host}": {{"auth": "dTpwOnc="}}}}}}"#)).unwrap();
+    };
+    write("elsewhere.example");
+    // The credentials of the request are for the registry of the reference, which does not answer.
+    assert!(store.pull(&name, Some(right.clone())).await.is_err());
+    // A registry's own entry does not give its credentials to pulls that name the registry.
+    write(&mirror.host());
+    let direct = store.pull(&reference(&mirror.host(), "library/x:1"), None).await.unwrap_err();
+    assert_eq!(direct.kind(), FailureKind::Denied, "{direct:?}");
+    assert!(store.pull(&name, None).await.is_ok());
 }
 
 #[tokio::test(flavor = "multi_thread")]

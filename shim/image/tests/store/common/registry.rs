@@ -39,6 +39,15 @@ impl Registry {
     /// Starts a registry over http, or over https with a certificate of our own authority; with `password`, the user is `u` and
     /// the password `p:w`.
     pub fn start(tls: bool, password: bool) -> Registry {
+        Registry::start_with(tls, password, false)
+    }
+
+    /// Starts a registry over https that requires a client certificate of its authority.
+    pub fn start_for_certificates() -> Registry {
+        Registry::start_with(true, false, true)
+    }
+
+    fn start_with(tls: bool, password: bool, client_certificate: bool) -> Registry {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let mut config = format!(
@@ -52,6 +61,10 @@ impl Registry {
                 path("cert.pem").display(),
                 path("key.pem").display()
             );
+            if client_certificate {
+                config.truncate(config.trim_end().len() - 1);
+                config += &format!(", clientcas: [{}]}}\n", path("ca.pem").display());
+            }
         }
         if password {
             // bcrypt of "p:w".
@@ -86,6 +99,11 @@ impl Registry {
     /// Returns the path of the authority's certificate.
     pub fn ca(&self) -> PathBuf {
         self.directory.path().join("ca.pem")
+    }
+
+    /// Returns the certificate and key that the authority signed; a registry accepts them as a client's, too.
+    pub fn certificate(&self) -> (PathBuf, PathBuf) {
+        (self.directory.path().join("cert.pem"), self.directory.path().join("key.pem"))
     }
 
     /// Pushes an image. `more` are additional arguments of skopeo.
