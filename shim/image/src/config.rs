@@ -14,6 +14,8 @@ use std::time::Duration;
 pub struct ImageStoreConfig {
     /// The settings of single registries, by the host (and port) that references name: "docker.io", "registry.local:5000".
     pub registries: BTreeMap<String, RegistryConfig>,
+    /// The proxies of all requests to registries.
+    pub proxy: ProxyConfig,
     /// The maximum number of layers that are downloaded at the same time, over all pulls.
     pub parallel_layers: usize,
     /// How long a connection may be without a byte of progress before the download fails.
@@ -59,6 +61,7 @@ impl Default for ImageStoreConfig {
     fn default() -> Self {
         ImageStoreConfig {
             registries: BTreeMap::new(),
+            proxy: ProxyConfig::default(),
             parallel_layers: 4,
             progress_timeout: Duration::from_secs(60),
             max_layer_bytes: 64 << 30,
@@ -112,6 +115,36 @@ pub struct RegistryConfig {
 
 /// The key of `registries` whose mirrors serve every registry that has no entry.
 pub const DEFAULT_REGISTRY: &str = "_default";
+
+/// The http proxies of requests to registries. Empty strings mean that there is none. The URLs may contain credentials.
+#[derive(Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ProxyConfig {
+    /// The proxy's URL for http requests.
+    pub http_proxy: String,
+    /// The proxy's URL for https requests.
+    pub https_proxy: String,
+    /// The hosts that are connected to directly, separated by commas: host, `.suffix`, address, CIDR block, `*`.
+    pub no_proxy: String,
+}
+
+impl ProxyConfig {
+    /// Returns the proxies that the environment names: HTTP_PROXY, HTTPS_PROXY and NO_PROXY, or the same in lower case where one is
+    /// absent or empty. `variable` returns a variable's value.
+    pub fn from_environment(variable: impl Fn(&str) -> Option<String>) -> ProxyConfig {
+        let read = |name: &str| {
+            let values = [name.to_owned(), name.to_ascii_lowercase()].into_iter().filter_map(|name| variable(&name));
+            values.map(|value| value.trim().to_owned()).find(|value| !value.is_empty()).unwrap_or_default()
+        };
+        ProxyConfig { http_proxy: read("HTTP_PROXY"), https_proxy: read("HTTPS_PROXY"), no_proxy: read("NO_PROXY") }
+    }
+}
+
+impl fmt::Debug for ProxyConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ProxyConfig").field("no_proxy", &self.no_proxy).finish_non_exhaustive()
+    }
+}
 
 /// A client certificate and its private key, in PEM files.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]

@@ -102,6 +102,16 @@ pub enum ImageError {
         /// The reason.
         source: Box<rustls::Error>,
     },
+    /// The configured proxy cannot be used. The URL is left out, because it may contain a password.
+    #[error(
+        "cannot use the proxy of {scheme} requests: {why}; correct images.{scheme}_proxy or the daemon's environment"
+    )]
+    Proxy {
+        /// The scheme of the request.
+        scheme: &'static str,
+        /// The reason.
+        why: &'static str,
+    },
     /// A file of credentials cannot be parsed. The parser's message is left out, because it may quote a password.
     #[error("{path}, line {line}, column {column}: this is not a JSON file of registry credentials", path = path.display())]
     AuthFile {
@@ -326,6 +336,7 @@ impl Classify for ImageError {
             | E::ClientCertificate { .. }
             | E::AuthFile { .. }
             | E::NoCredentials { .. }
+            | E::Proxy { .. }
             | E::Tls(_)
             | E::Catalogue { .. }
             | E::Index { .. } => FailureKind::Internal,

@@ -41,7 +41,9 @@ mod worker;
 pub use artifact::{
     Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, compress_file,
 };
-pub use config::{Auth, ClientCertificate, DEFAULT_REGISTRY, ImageStoreConfig, ImageWorkerConfig, RegistryConfig};
+pub use config::{
+    Auth, ClientCertificate, DEFAULT_REGISTRY, ImageStoreConfig, ImageWorkerConfig, ProxyConfig, RegistryConfig,
+};
 pub use directory::LAYERS;
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};

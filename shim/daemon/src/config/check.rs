@@ -176,6 +176,8 @@ fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
     duration_in_range("images.progress_timeout", images.progress_timeout, 1..=3600, "1s to 1h are allowed")?;
     let rule = "402653184 bytes (384 MiB) or more are needed";
     in_range("images.max_unpack_memory", images.max_unpack_memory, 384 << 20..=u64::MAX, rule)?;
+    // The value may contain a password and is left out of the message.
+    images.proxy(|_| None).check().map_err(|(scheme, rule)| broken(format!("images.{scheme}_proxy"), "…", rule))?;
     for (host, registry) in &images.registries {
         let key = |key: &str| format!("images.registries.{host}.{key}");
         let files = [("client_cert_file", &registry.client_cert_file), ("client_key_file", &registry.client_key_file)];
@@ -268,6 +270,7 @@ mod tests {
             ("[images]\nparallel_layers = 0", "images.parallel_layers"),
             ("[images]\nmax_unpack_memory = 1000000", "images.max_unpack_memory"),
             ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
+            ("[images]\nhttps_proxy = \"socks5://h:1\"", "images.https_proxy"),
             ("[images.registries._default]\nhttp = true", "images.registries"),
             ("[images.registries.r]\nauth_file = \"c\"", "images.registries.r.auth_file"),
             ("[images.registries.r]\nca_file = \"c\"", "images.registries.r.ca_file"),

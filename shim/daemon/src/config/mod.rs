@@ -183,6 +183,15 @@ pub struct ImageSettings {
     pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
+    /// The proxy of http requests to registries; absent: that of the environment; empty: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub http_proxy: Option<String>,
+    /// The proxy of https requests to registries, as `http_proxy`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub https_proxy: Option<String>,
+    /// The hosts that no proxy is used for, as `http_proxy`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_proxy: Option<String>,
     /// Settings of registries, by host and port; the mirrors of `_default` serve registries without an entry.
     pub registries: BTreeMap<String, RegistrySettings>,
 }
@@ -374,6 +383,18 @@ impl Default for StreamingSettings {
     }
 }
 
+impl ImageSettings {
+    /// Returns the proxies of requests to registries: the configured ones, otherwise those of the environment.
+    fn proxy(&self, variable: impl Fn(&str) -> Option<String>) -> nacelle_image::ProxyConfig {
+        let environment = nacelle_image::ProxyConfig::from_environment(variable);
+        nacelle_image::ProxyConfig {
+            http_proxy: self.http_proxy.clone().unwrap_or(environment.http_proxy),
+            https_proxy: self.https_proxy.clone().unwrap_or(environment.https_proxy),
+            no_proxy: self.no_proxy.clone().unwrap_or(environment.no_proxy),
+        }
+    }
+}
+
 impl Default for ImageSettings {
     fn default() -> Self {
         let images = nacelle_image::ImageStoreConfig::default();
@@ -384,6 +405,9 @@ impl Default for ImageSettings {
             max_layer_entries: images.max_layer_entries,
             max_unpack_memory: images.max_unpack_memory,
             pinned: Vec::new(),
+            http_proxy: None,
+            https_proxy: None,
+            no_proxy: None,
             registries: BTreeMap::new(),
         }
     }
@@ -519,6 +543,7 @@ impl Config {
         };
         nacelle_image::ImageStoreConfig {
             registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),
+            proxy: images.proxy(|name| std::env::var(name).ok()),
             parallel_layers: images.parallel_layers,
             progress_timeout: images.progress_timeout,
             max_layer_bytes: images.max_layer_bytes,

@@ -108,6 +108,9 @@ fn the_documentation_names_every_key_and_no_other() {
         ..RegistrySettings::default()
     };
     example.images.registries.insert("HOST".into(), registry);
+    example.images.http_proxy = Some("http://p.example:1".into());
+    example.images.https_proxy = example.images.http_proxy.clone();
+    example.images.no_proxy = Some("a.example".into());
     example.streaming.tls_cert_file = Some("/cert.pem".into());
     example.streaming.tls_key_file = Some("/key.pem".into());
     let mut ours = BTreeSet::new();
@@ -120,6 +123,23 @@ fn the_documentation_names_every_key_and_no_other() {
         .map(|(key, _)| key.to_owned())
         .collect();
     assert_eq!(ours, documented);
+}
+
+#[test]
+fn configured_proxies_replace_those_of_the_environment() {
+    let environment = |name: &str| match name {
+        "HTTP_PROXY" => Some("http://upper.example:1".to_owned()),
+        "http_proxy" => Some("http://lower.example:1".to_owned()),
+        "https_proxy" => Some("http://secure.example:1".to_owned()),
+        "no_proxy" => Some("a.example".to_owned()),
+        _ => None,
+    };
+    let proxy = parse("").unwrap().images.proxy(environment);
+    assert_eq!(proxy.http_proxy, "http://upper.example:1");
+    assert_eq!((proxy.https_proxy.as_str(), proxy.no_proxy.as_str()), ("http://secure.example:1", "a.example"));
+    let proxy = parse("[images]\nhttp_proxy = \"\"\nno_proxy = \"b\"").unwrap().images.proxy(environment);
+    assert_eq!((proxy.http_proxy.as_str(), proxy.no_proxy.as_str()), ("", "b"));
+    assert_eq!(proxy.https_proxy, "http://secure.example:1");
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! Implements HTTP for the registry code: TLS per host, deadlines on progress, redirects that do not carry credentials to other
 //! hosts, and bodies of bounded size.
 
+use super::proxy::{Proxy, ProxyConnector};
 use super::upload::{FileBody, RequestBody};
 use crate::{ClientCertificate, DEFAULT_REGISTRY, ImageError, ImageStoreConfig, RegistryConfig};
-use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, USER_AGENT};
+use ::http::header::{AUTHORIZATION, HeaderMap, LOCATION, PROXY_AUTHORIZATION, USER_AGENT};
 use ::http::{HeaderValue, Method, Request, StatusCode, Uri};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Either, Full};
@@ -28,13 +29,15 @@ const MAX_REDIRECTS: usize = 10;
 /// The maximum bytes of an error response that are read for the message.
 const MAX_ERROR_MESSAGE_BYTES: u64 = 16 << 10;
 
-type HttpClient = Client<HttpsConnector<HttpConnector>, Either<Full<Bytes>, FileBody>>;
+type HttpClient = Client<HttpsConnector<ProxyConnector>, Either<Full<Bytes>, FileBody>>;
 
-/// The clients of this process, one for each set of certificate checks.
+/// The clients of this process, one for each set of TLS settings and proxy.
 pub struct HttpClients {
     config: ImageStoreConfig,
-    clients: Mutex<HashMap<TlsSettings, HttpClient>>,
+    clients: Mutex<HashMap<ClientKey, HttpClient>>,
 }
+
+type ClientKey = (TlsSettings, Option<Proxy>);
 
 /// The settings by which a host's certificate is verified, and the certificate that the host receives.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -124,13 +127,18 @@ impl HttpClients {
         payload: &RequestBody,
     ) -> Result<HttpResponse, ImageError> {
         let host = url.authority().map(|authority| authority.as_str()).unwrap_or_default();
-        let client = self.client(host).await?;
+        let proxy = self.config.proxy.find_proxy(url)?;
+        // Inside of a tunnel, the registry would receive the header.
+        let for_proxy = proxy.as_ref().filter(|_| url.scheme_str() != Some("https"));
+        let for_proxy = for_proxy.and_then(|proxy| proxy.authorization.clone());
+        let client = self.client(host, proxy).await?;
         let mut request = Request::new(payload.open().await?);
         *request.method_mut() = method;
         *request.uri_mut() = url.clone();
         *request.headers_mut() = headers;
         let agent = HeaderValue::from_static(concat!("nacelle/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(USER_AGENT, agent);
+        request.headers_mut().extend(for_proxy.map(|value| (PROXY_AUTHORIZATION, value)));
         let limit = self.config.progress_timeout.max(Duration::from_secs(1));
         let response = payload.await_response(limit, client.request(request)).await;
         let response =
@@ -140,19 +148,19 @@ impl HttpClients {
         Ok(HttpResponse { url: url_without_query(url), status: parts.status, headers: parts.headers, body, limit })
     }
 
-    /// Returns the client that verifies this host's certificate as configured.
-    async fn client(&self, host: &str) -> Result<HttpClient, ImageError> {
+    /// Returns the client that verifies this host's certificate as configured, and connects by the proxy.
+    async fn client(&self, host: &str, proxy: Option<Proxy>) -> Result<HttpClient, ImageError> {
         let registry_config = self.config.registries.get(host);
         let settings = TlsSettings {
             skip: registry_config.is_some_and(|registry_config| registry_config.skip_tls_verify),
             ca_file: registry_config.and_then(|registry_config| registry_config.ca_file.clone()),
             client_certificate: registry_config.and_then(|registry_config| registry_config.client_certificate.clone()),
         };
-        let known = |key: &TlsSettings| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
-        if let Some(client) = known(&settings) {
+        let known = |key: &ClientKey| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
+        let key = (settings.clone(), proxy.clone());
+        if let Some(client) = known(&key) {
             return Ok(client);
         }
-        let key = settings.clone();
         let tls = run_blocking("read the CA certificates of a registry", move || tls_config(&settings)).await??;
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
@@ -164,7 +172,7 @@ impl HttpClients {
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(Duration::from_secs(15))
-            .build(connector.wrap_connector(tcp));
+            .build(connector.wrap_connector(ProxyConnector { tcp, proxy }));
         self.clients.lock().unwrap_or_else(PoisonError::into_inner).insert(key, client.clone());
         Ok(client)
     }

@@ -7,6 +7,7 @@ pub mod download;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod http;
+mod proxy;
 mod upload;
 
 use crate::manifest::{ACCEPT, Descriptor, MAX_MANIFEST};

@@ -3,9 +3,12 @@
 use crate::common::registry::{Registry, missing};
 use crate::common::{Image, Packing, Tar, image, reopen, store_config};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_image::{Auth, ClientCertificate, ImageStore, ImageStoreConfig, Reference, RegistryConfig};
+use nacelle_image::{Auth, ClientCertificate, ImageStore, ImageStoreConfig, ProxyConfig, Reference, RegistryConfig};
 use std::collections::HashSet;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 macro_rules! need_registry {
     () => {
@@ -228,6 +231,74 @@ async fn a_mirror_receives_its_own_credentials_only() {
     let direct = store.pull(&reference(&mirror.host(), "library/x:1"), None).await.unwrap_err();
     assert_eq!(direct.kind(), FailureKind::Denied, "{direct:?}");
     assert!(store.pull(&name, None).await.is_ok());
+}
+
+/// Starts a proxy that connects every host to the same port of loopback. Returns its port and the heads of its requests.
+fn start_proxy(authorization: Option<&'static str>) -> (u16, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let heads = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&heads);
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, seen) = (client.unwrap(), Arc::clone(&seen));
+            std::thread::spawn(move || {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    let mut byte = [0];
+                    client.read_exact(&mut byte).ok()?;
+                    head.push(byte[0]);
+                }
+                let text = String::from_utf8(head).ok()?;
+                seen.lock().unwrap().push(text.clone());
+                if authorization.is_some_and(|wanted| !text.contains(wanted)) {
+                    return client
+                        .write_all(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+                        .ok();
+                }
+                let target = text.split(' ').nth(1)?.trim_start_matches("http://").split('/').next()?;
+                let mut server = TcpStream::connect(("127.0.0.1", target.rsplit(':').next()?.parse().ok()?)).ok()?;
+                match text.starts_with("CONNECT ") {
+                    true => client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").ok()?,
+                    false => server.write_all(text.as_bytes()).ok()?,
+                }
+                let (mut from, mut to) = (client.try_clone().ok()?, server.try_clone().ok()?);
+                std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+                std::io::copy(&mut server, &mut client).ok().map(drop)
+            });
+        }
+    });
+    (port, heads)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pulls_go_through_the_proxy_of_their_scheme() {
+    need_registry!();
+    let (plain, secure) = (Registry::start(false, false), Registry::start(true, false));
+    plain.push(&sample("plain"), "x:1", &[]);
+    secure.push(&sample("secure"), "x:1", &[]);
+    let (plain_host, secure_host) = (format!("registry.test:{}", plain.port), format!("registry.test:{}", secure.port));
+    let trusted = RegistryConfig { ca_file: Some(secure.ca()), ..RegistryConfig::default() };
+    let (port, heads) = start_proxy(Some("Basic dTpwQHc="));
+    let pull = async |host: &str, user: &str, no_proxy: &str| {
+        let url = format!("http://{user}127.0.0.1:{port}");
+        let proxy = ProxyConfig { http_proxy: url.clone(), https_proxy: url, no_proxy: no_proxy.into() };
+        let registries = [(plain_host.clone(), http()), (secure_host.clone(), trusted.clone())].into();
+        let directory = tempfile::tempdir().unwrap();
+        let config = ImageStoreConfig { registries, proxy, ..store_config() };
+        ImageStore::open(directory.path(), config).unwrap().pull(&reference(host, "x:1"), None).await
+    };
+    for (host, method) in [(&plain_host, "GET http://registry.test:"), (&secure_host, "CONNECT registry.test:")] {
+        heads.lock().unwrap().clear();
+        pull(host, "u:p%40w@", "").await.unwrap();
+        let seen = heads.lock().unwrap().clone();
+        assert!(!seen.is_empty() && seen.iter().all(|head| head.starts_with(method)), "{seen:?}");
+        for (user, no_proxy) in [("u:secret@", ""), ("u:p%40w@", "registry.test")] {
+            let error = pull(host, user, no_proxy).await.unwrap_err();
+            let text = format!("{error:?} {}", nacelle_base::Chain(&error));
+            assert!(!text.contains("secret") && !text.contains("p%40w"), "{text}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -131,7 +131,7 @@ fn authority(directory: &Path) {
             .concat(),
     );
     openssl(&[&["req"], &key[..], &["-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=registry"]].concat());
-    std::fs::write(directory.join("names"), "subjectAltName=IP:127.0.0.1\n").unwrap();
+    std::fs::write(directory.join("names"), "subjectAltName=IP:127.0.0.1,DNS:registry.test\n").unwrap();
     openssl(&[
         "x509",
         "-req",
