@@ -301,6 +301,80 @@ fn the_file_server_closes_files_and_maps_only_the_virtqueues() {
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
+/// Returns an ACL as the extended attribute has it (linux/posix_acl_xattr.h): tags, permissions and ids of its entries.
+fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+    let entry = |(tag, bits, id): &(u16, u16, u32)| {
+        [tag.to_le_bytes().to_vec(), bits.to_le_bytes().to_vec(), id.to_le_bytes().to_vec()].concat()
+    };
+    [2u32.to_le_bytes().to_vec(), entries.iter().flat_map(entry).collect()].concat()
+}
+
+#[test]
+fn acls_of_volumes_are_enforced_kept_and_inherited() {
+    const OWNER: u16 = 0x01;
+    const USER: u16 = 0x02;
+    const GROUP: u16 = 0x04;
+    const MASK: u16 = 0x10;
+    const OTHER: u16 = 0x20;
+    const NONE: u32 = u32::MAX;
+    const ACCESS: &str = "system.posix_acl_access";
+    let node = TestNode::with_options(options_without_cache());
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let directory = node.directory().join("shared");
+    let set = |name: &str, kind: &str, acl: &[u8]| {
+        rustix::fs::setxattr(directory.join(name), kind, acl, rustix::fs::XattrFlags::empty())
+    };
+    let read = |name: &str| {
+        let mut bytes = [0; 256];
+        let length = rustix::fs::getxattr(directory.join(name), ACCESS, &mut bytes).expect("the file has an ACL");
+        bytes[..length].to_vec()
+    };
+    fs::create_dir_all(directory.join("inherited")).expect("the node's directory is writable");
+    fs::write(directory.join("secret"), "of the node").expect("the node's directory is writable");
+    let reader = [(OWNER, 6, NONE), (USER, 4, 1000), (GROUP, 0, NONE), (MASK, 4, NONE), (OTHER, 0, NONE)];
+    if set("secret", ACCESS, &acl(&reader)).is_err() {
+        println!("skipped: the file system of the tests has no ACLs");
+        return;
+    }
+    fs::set_permissions(directory.join("inherited"), fs::Permissions::from_mode(0o777)).expect("it is ours");
+    let defaults = [(OWNER, 7, NONE), (USER, 6, 1000), (GROUP, 5, NONE), (MASK, 7, NONE), (OTHER, 0, NONE)];
+    set("inherited", "system.posix_acl_default", &acl(&defaults)).expect("the file system has ACLs");
+    let pod = node.crictl.run_pod(PodRequest::new("acls", node.directory()));
+    let run_as = |id: u32| {
+        let user = json!({"security_context": {"run_as_user": {"value": id}, "run_as_group": {"value": id}}});
+        let mounts = json!([{"host_path": directory, "container_path": "/all"}]);
+        let sleeps = ContainerRequest::sh(&format!("u{id}"), &image, "sleep 600");
+        pod.start(sleeps.set("mounts", mounts).set("linux", user))
+    };
+    let [root, reads, other] = [0, 1000, 1001].map(run_as);
+    assert_eq!(reads.exec("cat /all/secret").ok(), "of the node");
+    assert!(reads.exec("echo x >>/all/secret").err().contains("Permission denied"));
+    assert!(other.exec("cat /all/secret").err().contains("Permission denied"));
+
+    // chmod in the guest changes the mask of the node's ACL, and then the kernel of the guest knows the new one.
+    root.exec("chmod 660 /all/secret").ok();
+    let masked = [(OWNER, 6, NONE), (USER, 4, 1000), (GROUP, 0, NONE), (MASK, 6, NONE), (OTHER, 0, NONE)];
+    assert_eq!(read("secret"), acl(&masked));
+    // So does an ACL that the node changes.
+    let writer = [(OWNER, 6, NONE), (USER, 6, 1000), (GROUP, 0, NONE), (MASK, 6, NONE), (OTHER, 0, NONE)];
+    set("secret", ACCESS, &acl(&writer)).expect("the file system has ACLs");
+    reads.exec("echo ', and more' >>/all/secret").ok();
+
+    // A default ACL takes the place of the umask, for whom it names too.
+    other.exec("umask 077; echo x >/all/inherited/file; mkdir /all/inherited/directory").ok();
+    let inherited = [(OWNER, 6, NONE), (USER, 6, 1000), (GROUP, 5, NONE), (MASK, 6, NONE), (OTHER, 0, NONE)];
+    assert_eq!(read("inherited/file"), acl(&inherited));
+    assert_eq!(read("inherited/directory"), acl(&defaults));
+    assert_eq!(reads.exec("cat /all/inherited/file").ok(), "x");
+    // Without one the umask counts.
+    root.exec("umask 027; echo x >/all/plain; mkdir /all/plain-directory").ok();
+    for (name, mode) in [("plain", 0o640), ("plain-directory", 0o750)] {
+        assert_eq!(fs::metadata(directory.join(name)).expect("it was made").mode() & 0o7777, mode, "{name}");
+    }
+    pod.remove();
+    assert_eq!(node.leaked(), Vec::<String>::new());
+}
+
 #[test]
 fn existing_volume_paths_are_opened_and_not_created() {
     let node = TestNode::with_options(options_without_cache());

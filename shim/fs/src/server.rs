@@ -19,7 +19,7 @@ use vhost_user_backend_of_virtiofsd::bitmap::BitmapMmapRegion as Bitmap;
 use virtio_queue_of_virtiofsd::desc::split::Descriptor;
 use virtio_queue_of_virtiofsd::{DescriptorChain, Queue, QueueT};
 use virtiofsd::descriptor_utils::{Reader, Writer};
-use virtiofsd::passthrough::{CachePolicy, Config, PassthroughFs};
+use virtiofsd::passthrough::{CachePolicy, Config, NegotiationMode, PassthroughFs};
 use virtiofsd::server::Server as Fuse;
 use vm_memory_of_virtiofsd::bitmap::BS;
 use vm_memory_of_virtiofsd::{
@@ -121,6 +121,8 @@ impl Server {
             attr_timeout: cache,
             cache_policy: CachePolicy::Auto,
             xattr: true,
+            // The guest's kernel checks the ACLs too. A kernel without them works as before.
+            posix_acl: NegotiationMode::Auto,
             // Without this flag Linux requests an attribute before each write.
             killpriv_v2: true,
             announce_submounts: true,
