@@ -176,6 +176,7 @@ fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
     duration_in_range("images.progress_timeout", images.progress_timeout, 1..=3600, "1s to 1h are allowed")?;
     let rule = "402653184 bytes (384 MiB) or more are needed";
     in_range("images.max_unpack_memory", images.max_unpack_memory, 384 << 20..=u64::MAX, rule)?;
+    images.hosts_dir.as_deref().map_or(Ok(()), |directory| absolute("images.hosts_dir", directory))?;
     // The value may contain a password and is left out of the message.
     images.proxy(|_| None).check().map_err(|(scheme, rule)| broken(format!("images.{scheme}_proxy"), "…", rule))?;
     for (host, registry) in &images.registries {
@@ -189,12 +190,19 @@ fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
         if let [(name, None), (_, Some(_))] | [(_, Some(_)), (name, None)] = files {
             return Err(broken(key(name), "", "set the client certificate and its key, or neither"));
         }
+        if registry.http && registry.client_cert_file.is_some() {
+            return Err(broken(key("client_cert_file"), host, "a client certificate needs https; remove http = true"));
+        }
         let only_mirrors = RegistrySettings { mirrors: registry.mirrors.clone(), ..RegistrySettings::default() };
         if host == nacelle_image::DEFAULT_REGISTRY && *registry != only_mirrors {
             let rule = "the default entry has only mirrors; write other settings under the host that they are for";
             return Err(broken("images.registries", host, rule));
         }
         let is_url = |mirror: &str| mirror.starts_with("http://") || mirror.starts_with("https://");
+        if registry.mirrors.iter().any(|mirror| mirror.contains('@')) {
+            let rule = "the URL of a mirror has no credentials; write them into auth_file of the mirror's own entry";
+            return Err(broken(key("mirrors"), "…", rule));
+        }
         if let Some(mirror) = registry.mirrors.iter().find(|mirror| !is_url(mirror)) {
             return Err(broken(key("mirrors"), mirror, "a mirror is a URL (https://… or http://…)"));
         }
@@ -271,7 +279,13 @@ mod tests {
             ("[images]\nmax_unpack_memory = 1000000", "images.max_unpack_memory"),
             ("[images.registries.r]\nmirrors = [\"m:5000\"]", "images.registries.r.mirrors"),
             ("[images]\nhttps_proxy = \"socks5://h:1\"", "images.https_proxy"),
+            ("[images]\nhosts_dir = \"certs.d\"", "images.hosts_dir"),
             ("[images.registries._default]\nhttp = true", "images.registries"),
+            ("[images.registries.r]\nmirrors = [\"https://u:p@m\"]", "images.registries.r.mirrors"),
+            (
+                "[images.registries.r]\nhttp = true\nclient_cert_file = \"/c\"\nclient_key_file = \"/k\"",
+                "images.registries.r.client_cert_file",
+            ),
             ("[images.registries.r]\nauth_file = \"c\"", "images.registries.r.auth_file"),
             ("[images.registries.r]\nca_file = \"c\"", "images.registries.r.ca_file"),
             ("[images.registries.r]\nclient_cert_file = \"/c\"", "images.registries.r.client_key_file"),

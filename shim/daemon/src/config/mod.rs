@@ -3,11 +3,15 @@
 
 mod check;
 mod duration;
+mod hosts;
 mod renamed;
+mod syntax;
 
 pub use check::BrokenRule;
 pub use renamed::KeyConflict;
+pub use syntax::SyntaxError;
 
+use hosts::HostsError;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
@@ -192,6 +196,9 @@ pub struct ImageSettings {
     /// The hosts that no proxy is used for, as `http_proxy`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_proxy: Option<String>,
+    /// A directory with further settings of registries, in containerd's format (`HOST/hosts.toml`). Read when the daemon starts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hosts_dir: Option<PathBuf>,
     /// Settings of registries, by host and port; the mirrors of `_default` serve registries without an entry.
     pub registries: BTreeMap<String, RegistrySettings>,
 }
@@ -408,6 +415,7 @@ impl Default for ImageSettings {
             http_proxy: None,
             https_proxy: None,
             no_proxy: None,
+            hosts_dir: None,
             registries: BTreeMap::new(),
         }
     }
@@ -447,7 +455,7 @@ pub enum ConfigError {
         /// The file.
         path: PathBuf,
         /// Line, column and reason.
-        source: toml::de::Error,
+        source: SyntaxError,
     },
     /// A value breaks a rule.
     #[error("invalid configuration in {path}", path = path.display())]
@@ -457,6 +465,9 @@ pub enum ConfigError {
         /// The key, its value and the rule.
         source: BrokenRule,
     },
+    /// The directory of `images.hosts_dir` cannot be used.
+    #[error(transparent)]
+    Hosts(#[from] HostsError),
     /// A setting has its old and its new key.
     #[error("invalid configuration in {path}", path = path.display())]
     Conflict {
@@ -471,6 +482,7 @@ impl Classify for ConfigError {
     fn kind(&self) -> FailureKind {
         match self {
             ConfigError::File(error) => error.kind(),
+            ConfigError::Hosts(error) => error.kind(),
             ConfigError::Syntax { .. } | ConfigError::Rule { .. } | ConfigError::Conflict { .. } => {
                 FailureKind::Invalid
             }
@@ -489,7 +501,14 @@ impl Config {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound && !needed => String::new(),
             other => other.map_err(at("read", path))?,
         };
-        Config::parse(&text, path)
+        let mut config = Config::parse(&text, path)?;
+        if let Some(directory) = &config.images.hosts_dir {
+            for (host, settings) in hosts::read(directory)? {
+                // An entry of the file itself counts instead.
+                config.images.registries.entry(host).or_insert(settings);
+            }
+        }
+        Ok(config)
     }
 
     /// Parses and checks the text of a file, and logs a warning for each deprecated key; `path` is for errors.
@@ -502,10 +521,9 @@ impl Config {
     }
 
     fn parse_with_warnings(text: &str, path: &Path) -> Result<(Config, Vec<String>), ConfigError> {
-        let syntax = |mut source: toml::de::Error| {
-            // Without the text, the error has no line and column.
-            source.set_input(Some(text));
-            ConfigError::Syntax { path: path.to_owned(), source }
+        let syntax = |error: toml::de::Error| ConfigError::Syntax {
+            path: path.to_owned(),
+            source: SyntaxError::new(&error, text),
         };
         let mut file = DeTable::parse(text).map_err(syntax)?;
         let warnings = renamed::replace_old_keys(file.get_mut()).map_err(|error| match error {
@@ -541,9 +559,16 @@ impl Config {
             mirrors: registry.mirrors.clone(),
             auth_file: registry.auth_file.clone(),
         };
+        let proxy = images.proxy(|name| std::env::var(name).ok());
+        // The value may contain a password and is left out of the message.
+        if let Err((scheme, rule)) = proxy.check() {
+            tracing::warn!(
+                "pulls by {scheme} will fail: the proxy of the environment or of images.{scheme}_proxy is refused: {rule}"
+            );
+        }
         nacelle_image::ImageStoreConfig {
             registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),
-            proxy: images.proxy(|name| std::env::var(name).ok()),
+            proxy,
             parallel_layers: images.parallel_layers,
             progress_timeout: images.progress_timeout,
             max_layer_bytes: images.max_layer_bytes,

@@ -67,6 +67,14 @@ fn an_unknown_key_is_named_with_line_and_column() {
     }
 }
 
+#[test]
+fn an_error_does_not_show_the_line_with_a_password() {
+    for text in ["[images]\nhttps_proxy = \"http://u:s3c\\wet@h\"\n", "[images]\nhttp_proxy = \"http://u:s3cret@h\n"] {
+        let error = nacelle_base::Chain(&parse(text).unwrap_err()).to_string();
+        assert!(error.contains("line 2, column") && !error.contains("s3c"), "{error}");
+    }
+}
+
 fn keys(value: &toml::Value, path: &str, into: &mut BTreeSet<String>) {
     match value {
         toml::Value::Table(table) if !table.is_empty() => {
@@ -108,6 +116,7 @@ fn the_documentation_names_every_key_and_no_other() {
         ..RegistrySettings::default()
     };
     example.images.registries.insert("HOST".into(), registry);
+    example.images.hosts_dir = Some("/certs.d".into());
     example.images.http_proxy = Some("http://p.example:1".into());
     example.images.https_proxy = example.images.http_proxy.clone();
     example.images.no_proxy = Some("a.example".into());

@@ -175,7 +175,7 @@ impl Events {
     }
 
     /// Makes all further events later than those of the daemons that have used this file, and keeps the time of the last event in
-    /// it: the node's clock may be set back while no daemon runs. The file belongs into a directory that is empty after a boot. Blocks.
+    /// it: the node's clock may be set back while no daemon runs. The file belongs in a directory that is empty after a boot. Blocks.
     pub fn keep_last_time(&self, path: &Path) -> Result<(), FileError> {
         let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
         let file = opened.map_err(at("open", path))?;
