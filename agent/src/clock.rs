@@ -29,7 +29,7 @@ pub enum ClockError {
         /// The guest's monotonic clock.
         now: i64,
     },
-    /// The time cannot be that of a clock.
+    /// The time is invalid.
     #[error("cannot correct the clock: reference.unix_nanos is {got}, and a time after 1970 is expected")]
     Time {
         /// The time in nanoseconds since 1970.
@@ -72,7 +72,7 @@ enum Correction {
     },
 }
 
-/// Corrects the guest's clock if there is a reference, and returns the clock. `has_guest` says whether the clock is the guest's.
+/// Corrects the guest's clock if there is a reference, and returns the clock. Without `has_guest` the clock is the node's, and is not corrected.
 pub fn follow(reference: Option<ClockReading>, has_guest: bool) -> Result<ClockReading, ClockError> {
     if !has_guest {
         return Err(ClockError::NodeClock);
@@ -88,7 +88,7 @@ pub fn follow(reference: Option<ClockReading>, has_guest: bool) -> Result<ClockR
             tracing::info!(
                 seconds = by / 1_000_000_000,
                 nanos = by % 1_000_000_000,
-                "the clock follows a step of the node's clock"
+                "the clock was set to the node's time"
             );
         }
     }

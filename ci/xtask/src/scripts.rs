@@ -16,7 +16,7 @@ pub fn check(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     Ok(found)
 }
 
-/// What the shell of the script says about its syntax.
+/// Returns the first line of the shell's syntax error, if there is one.
 fn syntax_error(text: &str) -> io::Result<Option<String>> {
     let shell = if text.starts_with("#!/bin/sh") { "sh" } else { "bash" };
     let parsed = Command::new(shell).args(["-n", "-c", text]).output()?;

@@ -88,6 +88,14 @@ pub enum ImageError {
         /// The reason.
         source: rustls::pki_types::pem::Error,
     },
+    /// The private key of a client certificate cannot be read.
+    #[error("cannot use the private key in {path}", path = path.display())]
+    PrivateKey {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: rustls::pki_types::pem::Error,
+    },
     /// A client certificate cannot be used with its key.
     #[error(
         "cannot use the client certificate {certificate} with the key {key}",
@@ -333,6 +341,7 @@ impl Classify for ImageError {
             E::SharedPull(error) => error.kind(),
             E::Version { .. } | E::Locked { .. } => FailureKind::Conflict,
             E::Certificates { .. }
+            | E::PrivateKey { .. }
             | E::ClientCertificate { .. }
             | E::AuthFile { .. }
             | E::NoCredentials { .. }

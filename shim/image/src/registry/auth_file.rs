@@ -43,7 +43,8 @@ pub fn read_auth_file(path: &Path, host: &str) -> Result<Auth, ImageError> {
         line: error.line(),
         column: error.column(),
     })?;
-    let entry = file.auths.into_iter().find(|(key, _)| super::auth::server_host(key) == host);
+    let wanted = super::auth::server_host(host);
+    let entry = file.auths.into_iter().find(|(key, _)| is_of_host(key) && super::auth::server_host(key) == wanted);
     let missing = || ImageError::NoCredentials { path: path.to_owned(), host: host.to_owned() };
     let (_, entry) = entry.ok_or_else(missing)?;
     let auth = Auth {
@@ -58,6 +59,13 @@ pub fn read_auth_file(path: &Path, host: &str) -> Result<Auth, ImageError> {
     if auth == empty { Err(missing()) } else { Ok(auth) }
 }
 
+/// Returns whether a key is for all of a host, and not for a repository of it (`mirror.example/team`).
+fn is_of_host(key: &str) -> bool {
+    let key = key.split_once("://").map_or(key, |(_, rest)| rest);
+    let path = key.split_once('/').map_or("", |(_, path)| path);
+    matches!(path.trim_end_matches('/'), "" | "v1" | "v2")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,13 +75,15 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("auth.json");
         let text = r#"{"auths": {"https://a.example:5000/v2/": {"auth": "dTpw", "email": "x"}, "b": {"username": "u", "password": "p"},
+            "b/team": {"username": "t", "password": "t"}, "https://index.docker.io/v1/": {"auth": "aHVi"}, "c/x": {"auth": "eA=="},
             "empty": {}}, "credsStore": "desktop"}"#;
         std::fs::write(&path, text).unwrap();
         let auth = read_auth_file(&path, "a.example:5000").unwrap();
         assert_eq!((auth.auth.as_str(), auth.server_address.as_str()), ("dTpw", "a.example:5000"));
         let auth = read_auth_file(&path, "b").unwrap();
         assert_eq!((auth.username.as_str(), auth.password.as_str()), ("u", "p"));
-        for host in ["a.example", "empty", ""] {
+        assert_eq!(read_auth_file(&path, "registry-1.docker.io").unwrap().auth, "aHVi");
+        for host in ["a.example", "empty", "", "c"] {
             let error = read_auth_file(&path, host).unwrap_err();
             assert!(matches!(error, ImageError::NoCredentials { .. }), "{error:?}");
         }

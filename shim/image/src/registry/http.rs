@@ -145,6 +145,10 @@ impl HttpClients {
             response.ok_or_else(|| ImageError::Timeout { url: url_without_query(url), seconds: limit.as_secs() })?;
         let (parts, body) =
             response.map_err(|source| ImageError::Request { url: url_without_query(url), source })?.into_parts();
+        if parts.status == StatusCode::PROXY_AUTHENTICATION_REQUIRED {
+            let why = "it refuses the credentials of its URL (407)";
+            return Err(ImageError::Proxy { scheme: "http", why });
+        }
         Ok(HttpResponse { url: url_without_query(url), status: parts.status, headers: parts.headers, body, limit })
     }
 
@@ -272,7 +276,7 @@ fn tls_config(settings: &TlsSettings) -> Result<rustls::ClientConfig, ImageError
     };
     let pem = std::fs::read(key).map_err(at("read", key))?;
     let private =
-        PrivateKeyDer::from_pem_slice(&pem).map_err(|source| ImageError::Certificates { path: key.clone(), source })?;
+        PrivateKeyDer::from_pem_slice(&pem).map_err(|source| ImageError::PrivateKey { path: key.clone(), source })?;
     builder.with_client_auth_cert(read_certificates(certificate)?, private).map_err(|source| {
         ImageError::ClientCertificate { certificate: certificate.clone(), key: key.clone(), source: Box::new(source) }
     })

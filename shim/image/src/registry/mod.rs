@@ -154,8 +154,14 @@ impl RegistrySession {
                         download::sleep_before_retry(tries).await;
                     }
                     Err(error) => {
-                        if endpoint.mirror {
-                            tracing::info!(error = %nacelle_base::Chain(&error), "skipping a registry mirror");
+                        let chain = nacelle_base::Chain(&error);
+                        match (endpoint.mirror, error.kind()) {
+                            // This node's configuration is wrong.
+                            (true, FailureKind::Internal) => {
+                                tracing::warn!(error = %chain, "skipping a registry mirror")
+                            }
+                            (true, _) => tracing::info!(error = %chain, "skipping a registry mirror"),
+                            (false, _) => {}
                         }
                         last = Some(error);
                         break;

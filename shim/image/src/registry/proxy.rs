@@ -53,11 +53,15 @@ impl ProxyConfig {
 fn parse_proxy(text: &str) -> Result<Proxy, &'static str> {
     const WRONG: &str = "a proxy is http://HOST:PORT or http://USER:PASSWORD@HOST:PORT";
     let rest = match text.split_once("://") {
-        Some(("http", rest)) => rest,
+        Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => rest,
         Some(_) => return Err("only proxies with the scheme http are supported"),
         None => text,
     };
-    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    // Then the authority is the beginning of a password that is not percent-encoded.
+    if path.contains('@') {
+        return Err(WRONG);
+    }
     let (user, host) = authority.rsplit_once('@').map_or((None, authority), |(user, host)| (Some(user), host));
     let uri: Uri = format!("http://{host}/").parse().map_err(|_cause| WRONG)?;
     if uri.host().is_none_or(str::is_empty) || host.ends_with(':') {
@@ -276,6 +280,7 @@ mod tests {
             ("p.example:3128", "http://p.example:3128/", None),
             ("http://p.example", "http://p.example/", None),
             ("http://u:p%40w@[::1]:1/x", "http://[::1]:1/", Some("Basic dTpwQHc=")),
+            ("HTTP://p.example", "http://p.example/", None),
             ("u@h:1", "http://h:1/", Some("Basic dTo=")),
         ] {
             let proxy = parse_proxy(text).unwrap();
@@ -283,7 +288,17 @@ mod tests {
             assert_eq!(proxy.authorization.as_ref().map(|value| value.to_str().unwrap()), header, "{text}");
             assert!(proxy.authorization.is_none_or(|value| value.is_sensitive()));
         }
-        for text in ["https://p:1", "socks5://p:1", "http://", "http://u:p%4@h:1", "http://u@", "h:", "h h"] {
+        for text in [
+            "https://p:1",
+            "socks5://p:1",
+            "http://",
+            "http://u:p%4@h:1",
+            "http://u@",
+            "h:",
+            "h h",
+            "http://u:1/2@p:1",
+            "u?x@h",
+        ] {
             assert!(parse_proxy(text).is_err(), "{text}");
         }
     }
