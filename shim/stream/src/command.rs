@@ -169,6 +169,7 @@ pub(crate) async fn accept_streams(
                 || (has_stderr && stderr.is_none())
                 || (resizes && resize.is_none());
             if !missing {
+                connection.refuse_streams().await;
                 return Some(());
             }
             let stream = connection.streams.recv().await?;
@@ -183,7 +184,6 @@ pub(crate) async fn accept_streams(
         }
     };
     tokio::time::timeout(OPEN_TIMEOUT, all).await.ok().flatten()?;
-    connection.streams.close();
     Some(Channels {
         stdin: stdin.filter(|_| has_stdin),
         stdout: stdout.filter(|_| has_stdout),

@@ -26,6 +26,7 @@ const LINGER: Duration = Duration::from_secs(10);
 
 /// A stream that the peer has opened.
 pub(crate) struct Stream {
+    id: u32,
     /// The stream's headers.
     pub headers: Headers,
     /// The bytes from the peer.
@@ -78,6 +79,15 @@ impl Connection {
         tokio::spawn(inbound.run());
         tokio::spawn(write_messages(output, written, life.clone()));
         Connection { streams, life, out }
+    }
+
+    /// Refuses all further streams, and those that were opened and not received yet.
+    pub async fn refuse_streams(&mut self) {
+        self.streams.close();
+        while let Some(stream) = self.streams.recv().await {
+            // A connection without a writer is about to end.
+            let _ = self.out.send(OutgoingMessage::Frame(frame::refused(stream.id))).await;
+        }
     }
 
     /// Waits until the peer closes the connection, which it does when all streams have ended. Closes the connection itself after
@@ -237,7 +247,7 @@ impl<R: AsyncRead + Unpin> ConnectionReader<R> {
         self.streams.insert(id, StreamState { data: Some(data).filter(|_| !last), window, ended });
         // The reply must precede all other frames of the stream.
         if self.out.send(OutgoingMessage::Opened(id)).await.is_ok() {
-            place.send(Stream { headers, reader, writer });
+            place.send(Stream { id, headers, reader, writer });
         }
         Ok(())
     }
