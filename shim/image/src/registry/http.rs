@@ -31,6 +31,10 @@ const MAX_ERROR_MESSAGE_BYTES: u64 = 16 << 10;
 
 type HttpClient = Client<HttpsConnector<ProxyConnector>, Either<Full<Bytes>, FileBody>>;
 
+/// The registry of references that name none, and the host that serves it.
+pub const DOCKER_HUB: &str = "docker.io";
+pub const DOCKER_HUB_HOST: &str = "registry-1.docker.io";
+
 /// The clients of this process, one for each set of TLS settings and proxy.
 pub struct HttpClients {
     config: ImageStoreConfig,
@@ -71,9 +75,11 @@ impl HttpClients {
         HttpClients { config, clients: Mutex::default() }
     }
 
-    /// Returns the settings of a host.
+    /// Returns the settings of a host. The host of Docker Hub has those of `docker.io`, unless it has an entry of its own.
     pub fn registry_config(&self, host: &str) -> RegistryConfig {
-        self.config.registries.get(host).cloned().unwrap_or_default()
+        let registries = &self.config.registries;
+        let of_hub = || registries.get(DOCKER_HUB).filter(|_| host == DOCKER_HUB_HOST);
+        registries.get(host).or_else(of_hub).cloned().unwrap_or_default()
     }
 
     /// Returns the URLs of a registry's mirrors: those of its entry, or the default ones if it has no entry.
@@ -154,12 +160,8 @@ impl HttpClients {
 
     /// Returns the client that verifies this host's certificate as configured, and connects by the proxy.
     async fn client(&self, host: &str, proxy: Option<Proxy>) -> Result<HttpClient, ImageError> {
-        let registry_config = self.config.registries.get(host);
-        let settings = TlsSettings {
-            skip: registry_config.is_some_and(|registry_config| registry_config.skip_tls_verify),
-            ca_file: registry_config.and_then(|registry_config| registry_config.ca_file.clone()),
-            client_certificate: registry_config.and_then(|registry_config| registry_config.client_certificate.clone()),
-        };
+        let RegistryConfig { skip_tls_verify: skip, ca_file, client_certificate, .. } = self.registry_config(host);
+        let settings = TlsSettings { skip, ca_file, client_certificate };
         let known = |key: &ClientKey| self.clients.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned();
         let key = (settings.clone(), proxy.clone());
         if let Some(client) = known(&key) {
@@ -342,6 +344,19 @@ impl ServerCertVerifier for SkippedCertificateCheck {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn the_settings_of_docker_hub_are_those_of_its_host() {
+        let with = |ca: &str| RegistryConfig { ca_file: Some(ca.into()), ..RegistryConfig::default() };
+        let ca_of = |registries: &[(&str, &str)]| {
+            let registries = registries.iter().map(|(host, ca)| ((*host).to_owned(), with(ca))).collect();
+            let clients = HttpClients::new(ImageStoreConfig { registries, ..ImageStoreConfig::default() });
+            ["registry-1.docker.io", "docker.io", "r"].map(|host| clients.registry_config(host).ca_file)
+        };
+        let ca = |name: &str| Some(PathBuf::from(name));
+        assert_eq!(ca_of(&[("docker.io", "hub")]), [ca("hub"), ca("hub"), None]);
+        assert_eq!(ca_of(&[("docker.io", "hub"), ("registry-1.docker.io", "own")]), [ca("own"), ca("hub"), None]);
+    }
 
     #[test]
     fn locations_are_joined() {

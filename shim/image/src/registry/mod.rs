@@ -93,7 +93,7 @@ impl RegistrySession {
             endpoints.push(endpoint(mirror.clone(), true)?);
         }
         let scheme = if registry_config.http || plain { "http" } else { "https" };
-        let host = if registry == "docker.io" { "registry-1.docker.io" } else { registry };
+        let host = if registry == http::DOCKER_HUB { http::DOCKER_HUB_HOST } else { registry };
         endpoints.push(endpoint(format!("{scheme}://{host}"), false)?);
         Ok(RegistrySession {
             http,
