@@ -72,7 +72,7 @@ enum Correction {
     },
 }
 
-/// Corrects the guest's clock if there is a reference, and returns the clock. Without `has_guest` the clock is the node's, and is not corrected.
+/// Corrects the guest's clock if there is a reference, and returns the clock. Fails without `has_guest`: the clock is the node's.
 pub fn follow(reference: Option<ClockReading>, has_guest: bool) -> Result<ClockReading, ClockError> {
     if !has_guest {
         return Err(ClockError::NodeClock);

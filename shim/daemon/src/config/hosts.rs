@@ -6,7 +6,8 @@ use nacelle_base::files::{FileError, at};
 use nacelle_base::{Classify, FailureKind};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -111,7 +112,7 @@ pub(super) fn read(directory: &Path) -> Result<BTreeMap<String, RegistrySettings
             registries.add(&registry_name(name), &place)?;
         }
     }
-    Ok(registries.0)
+    Ok(registries.with_default_mirrors())
 }
 
 /// Returns the registry that a directory is for: `host_5000_` is another form of `host:5000`.
@@ -124,7 +125,13 @@ fn registry_name(directory: &str) -> String {
 }
 
 #[derive(Default)]
-struct Registries(BTreeMap<String, RegistrySettings>);
+struct Registries {
+    settings: BTreeMap<String, RegistrySettings>,
+    /// The file that each host was first named in.
+    places: BTreeMap<String, PathBuf>,
+    /// The registries that have a file of their own.
+    own: BTreeSet<String>,
+}
 
 impl Registries {
     /// Adds the settings of one registry and its mirrors.
@@ -133,52 +140,126 @@ impl Registries {
         if !path.exists() {
             return without_file(directory);
         }
-        let reader = Reader { path: &path, directory };
-        let (server, own, hosts) = reader.parse(&reader.text()?)?;
-        if nacelle_image::DEFAULT_REGISTRY == registry {
+        let file = HostsFile { path: &path, directory };
+        let (server, mut own, hosts) = file.parse(&file.text()?)?;
+        if !self.own.insert(registry.to_owned()) {
+            return Err(file.unsupported("directory", "another directory is for this registry, too"));
+        }
+        if registry == nacelle_image::DEFAULT_REGISTRY {
             if server.is_some() || own != RegistrySettings::default() {
                 return Err(
-                    reader.unsupported("server", "_default has only hosts with the capabilities pull and resolve")
+                    file.unsupported("server", "_default has only hosts with the capabilities pull and resolve")
                 );
             }
         } else {
-            let https = server.as_deref().is_none_or(|server| !server.starts_with("http://"));
-            let named =
-                server.as_deref().map(authority).transpose().map_err(|rule| reader.unsupported("server", rule))?;
-            if named.is_some_and(|named| named != registry && Some(named) != upstream(registry)) {
-                return Err(
-                    reader.unsupported("server", "must be the registry itself; name other hosts under [host.\"URL\"]")
-                );
+            let server = server.as_deref().map(HostUrl::parse).transpose();
+            let server = server.map_err(|rule| file.unsupported("server", rule))?;
+            if server.as_ref().is_some_and(|server| !server.serves(registry)) {
+                let rule = "must be the registry itself; name other hosts under [host.\"URL\"]";
+                return Err(file.unsupported("server", rule));
             }
-            self.set(registry, RegistrySettings { http: !https, ..own }, &path)?;
+            let http = server.is_some_and(|server| server.http);
+            file.check_tls("", http, &own)?;
+            own.http = http;
         }
-        let mut mirrors = Vec::new();
+        let (mut mirrors, mut complete) = (Vec::new(), false);
         for (url, settings) in hosts {
-            let key = format!("host.{url:?}");
-            let host = authority(&url).map_err(|rule| reader.unsupported(&key, rule))?;
-            if host != registry {
-                let url = if url.contains("://") { url.clone() } else { format!("https://{url}") };
-                mirrors.push(url.trim_end_matches('/').trim_end_matches("/v2").to_owned());
+            let section = section(&url);
+            let url = HostUrl::parse(&url).map_err(|rule| file.unsupported(&section, rule))?;
+            file.check_tls(&section, url.http, &settings)?;
+            if url.serves(registry) {
+                complete = true;
+                let conflict = || HostsError::Conflict { path: path.clone(), host: registry.to_owned() };
+                let settings = RegistrySettings { http: url.http, ..settings };
+                own = merge(own, settings).ok_or_else(conflict)?;
+            } else if complete {
+                return Err(file.unsupported(&section, "the registry itself is asked last: name it after its mirrors"));
+            } else {
+                mirrors.push(url.to_string());
+                self.set(&url.host, settings, &path)?;
             }
-            // The URL of a mirror has its scheme; the registry itself needs it in its settings.
-            let http = host == registry && url.starts_with("http://");
-            self.set(host, RegistrySettings { http, ..settings }, &path)?;
         }
-        self.0.entry(registry.to_owned()).or_default().mirrors = mirrors;
+        if registry != nacelle_image::DEFAULT_REGISTRY {
+            self.set(registry, own, &path)?;
+        }
+        self.settings.entry(registry.to_owned()).or_default().mirrors = mirrors;
         Ok(())
     }
 
     /// Gives a host its settings, unless it has others already.
     fn set(&mut self, host: &str, settings: RegistrySettings, path: &Path) -> Result<(), HostsError> {
-        let known = self.0.entry(host.to_owned()).or_default();
-        let settings = RegistrySettings { mirrors: known.mirrors.clone(), ..settings };
-        let none = RegistrySettings { mirrors: known.mirrors.clone(), ..RegistrySettings::default() };
-        if *known == none {
-            *known = settings;
-        } else if settings != none && settings != *known {
-            return Err(HostsError::Conflict { path: path.to_owned(), host: host.to_owned() });
-        }
+        let known = self.settings.entry(host.to_owned()).or_default();
+        let place = self.places.entry(host.to_owned()).or_insert_with(|| path.to_owned());
+        let is_less_checked = place != path && known.skip_tls_verify != settings.skip_tls_verify;
+        let merged = merge(known.clone(), settings).filter(|_| !is_less_checked);
+        *known = merged.ok_or_else(|| HostsError::Conflict { path: path.to_owned(), host: host.to_owned() })?;
         Ok(())
+    }
+
+    /// Returns all settings. A host that is named as a mirror only has the mirrors of `_default`, except itself.
+    fn with_default_mirrors(mut self) -> BTreeMap<String, RegistrySettings> {
+        let default = self.settings.get(nacelle_image::DEFAULT_REGISTRY).map(|default| default.mirrors.clone());
+        for (host, settings) in self.settings.iter_mut().filter(|(host, _)| !self.own.contains(*host)) {
+            let others =
+                default.iter().flatten().filter(|url| url.split_once("://").is_none_or(|(_, rest)| rest != host));
+            settings.mirrors = others.cloned().collect();
+        }
+        self.settings
+    }
+}
+
+/// Returns the settings of a host that has these in two places, or `None` if they differ. The scheme stands in each URL, so that one
+/// place with http is enough. The mirrors are the first ones.
+fn merge(known: RegistrySettings, new: RegistrySettings) -> Option<RegistrySettings> {
+    let (http, mirrors) = (known.http || new.http, known.mirrors);
+    let bare = |settings| RegistrySettings { http: false, mirrors: Vec::new(), ..settings };
+    let (before, new) = (bare(RegistrySettings { mirrors: Vec::new(), ..known }), bare(new));
+    let settings = match (before == RegistrySettings::default(), new == RegistrySettings::default()) {
+        (true, _) => new,
+        (false, true) => before,
+        (false, false) => Some(new).filter(|new| *new == before)?,
+    };
+    Some(RegistrySettings { http, mirrors, ..settings })
+}
+
+/// Returns the section of a URL for messages, without a password that the URL may have.
+fn section(url: &str) -> String {
+    format!("host.{:?}", url.rsplit_once('@').map_or(url, |(_, host)| host))
+}
+
+/// The URL of a host: `[http://|https://]HOST[:PORT][/v2]`.
+struct HostUrl {
+    http: bool,
+    host: String,
+}
+
+impl HostUrl {
+    fn parse(url: &str) -> Result<HostUrl, &'static str> {
+        let (scheme, rest) = url.split_once("://").unwrap_or(("https", url));
+        let http = scheme.eq_ignore_ascii_case("http");
+        if !http && !scheme.eq_ignore_ascii_case("https") {
+            return Err("the scheme must be http or https");
+        }
+        let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
+        match path.trim_end_matches('/') {
+            "" | "v2" if !host.is_empty() && host.bytes().all(is_host) => Ok(HostUrl { http, host: host.to_owned() }),
+            _ => Err("must be a host with at most a port, and no path but /v2"),
+        }
+    }
+
+    /// Returns whether this is the host of the registry, and not a mirror of it.
+    fn serves(&self, registry: &str) -> bool {
+        let port = if self.http { ":80" } else { ":443" };
+        let without = |host: &str| host.strip_suffix(port).unwrap_or(host).to_owned();
+        let host = without(&self.host);
+        host == without(registry) || (registry == "docker.io" && host == "registry-1.docker.io")
+    }
+}
+
+impl fmt::Display for HostUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}://{}", if self.http { "http" } else { "https" }, self.host)
     }
 }
 
@@ -196,34 +277,15 @@ fn without_file(directory: &Path) -> Result<(), HostsError> {
     }
 }
 
-/// Returns the host and port of a URL without a path, or with the path `/v2`; without a scheme it is https.
-fn authority(url: &str) -> Result<&str, &'static str> {
-    let rest = match url.split_once("://") {
-        Some(("http" | "https", rest)) => rest,
-        Some(_) => return Err("the scheme must be http or https"),
-        None => url,
-    };
-    let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
-    match path.trim_end_matches('/') {
-        "" | "v2" if !host.is_empty() && !host.contains('@') => Ok(host),
-        _ => Err("must be a host with at most a port, and no path but /v2"),
-    }
-}
-
-/// Returns the host that serves a registry, if it has another name.
-fn upstream(registry: &str) -> Option<&'static str> {
-    (registry == "docker.io").then_some("registry-1.docker.io")
-}
-
-/// What a file says: the URL of `server`, the settings of the registry itself, and the URLs of hosts with theirs, in their order.
+/// The parsed file: the URL of `server`, the settings of the registry itself, and the URLs of hosts with theirs, in their order.
 type Parsed = (Option<String>, RegistrySettings, Vec<(String, RegistrySettings)>);
 
-struct Reader<'a> {
+struct HostsFile<'a> {
     path: &'a Path,
     directory: &'a Path,
 }
 
-impl Reader<'_> {
+impl HostsFile<'_> {
     fn text(&self) -> Result<String, HostsError> {
         let mut text = String::new();
         let file = File::open(self.path).map_err(at("open", self.path))?;
@@ -247,7 +309,8 @@ impl Reader<'_> {
             Some(_) => return Err(self.unsupported("host", "must be a table with a section for each URL")),
         };
         let own = Endpoint::deserialize(toml::Deserializer::from(file)).map_err(syntax)?;
-        let own = self.settings("", own)?.unwrap_or_default();
+        let rule = "the registry itself serves pulls";
+        let own = self.settings("", own)?.ok_or_else(|| self.unsupported("capabilities", rule))?;
         // A table of TOML has no order; that of the text counts.
         let mut hosts: Vec<_> = hosts.into_iter().collect();
         hosts.sort_by_key(|(url, _)| url.span().start);
@@ -255,7 +318,7 @@ impl Reader<'_> {
         for (url, value) in hosts {
             let url = url.into_inner().into_owned();
             let endpoint = Endpoint::deserialize(ValueDeserializer::from(value)).map_err(syntax)?;
-            if let Some(settings) = self.settings(&format!("host.{url:?}."), endpoint)? {
+            if let Some(settings) = self.settings(&format!("{}.", section(&url)), endpoint)? {
                 found.push((url, settings));
             }
         }
@@ -265,8 +328,13 @@ impl Reader<'_> {
     /// Returns the settings of a host, or `None` if it serves pushes only. `prefix` is the section of its keys.
     fn settings(&self, prefix: &str, endpoint: Endpoint) -> Result<Option<RegistrySettings>, HostsError> {
         let unsupported = |key: &str, rule| Err(self.unsupported(&format!("{prefix}{key}"), rule));
-        if let Some(capabilities) = &endpoint.capabilities {
-            let has = |name: &str| capabilities.iter().any(|capability| capability == name);
+        // An empty list means all.
+        if let Some(capabilities) = endpoint.capabilities.as_ref().filter(|list| !list.is_empty()) {
+            let has = |name: &str| capabilities.iter().any(|capability| capability.eq_ignore_ascii_case(name));
+            let known = ["pull", "resolve", "push"];
+            if !capabilities.iter().all(|word| known.iter().any(|known| word.eq_ignore_ascii_case(known))) {
+                return unsupported("capabilities", "pull, resolve and push are allowed");
+            }
             match (has("pull"), has("resolve")) {
                 (true, true) => {}
                 (false, false) => return Ok(None),
@@ -318,6 +386,14 @@ impl Reader<'_> {
             client_key_file: key.map(at_place),
             ..RegistrySettings::default()
         }))
+    }
+
+    /// Refuses certificates of a host that is connected to by plain http.
+    fn check_tls(&self, section: &str, http: bool, settings: &RegistrySettings) -> Result<(), HostsError> {
+        if http && (settings.ca_file.is_some() || settings.client_cert_file.is_some()) {
+            return Err(self.unsupported(section, "ca and client need https"));
+        }
+        Ok(())
     }
 
     fn unsupported(&self, key: &str, rule: &'static str) -> HostsError {
@@ -395,14 +471,40 @@ mod tests {
     }
 
     #[test]
+    fn the_files_of_containerds_documentation_are_accepted() {
+        let hub = "server = \"https://docker.io\"\nca = \"/hub\"\n[host.\"https://registry-1.docker.io\"]\n";
+        let registries = read_files(&[("docker.io", hub)]).unwrap();
+        assert_eq!(registries.keys().collect::<Vec<_>>(), ["docker.io"]);
+        assert_eq!((registries["docker.io"].mirrors.len(), registries["docker.io"].ca_file.is_some()), (0, true));
+        let plain = "server = \"http://r:5000\"\n[host.\"http://r:5000\"]\nskip_verify = true\ncapabilities = []\n";
+        let registries =
+            read_files(&[("r:5000", plain), ("docker.io", "[host.\"http://r:5000\"]\nskip_verify = true")]);
+        let registries = registries.unwrap();
+        assert!(registries["r:5000"].http && registries["r:5000"].skip_tls_verify);
+        assert_eq!(registries["docker.io"].mirrors, ["http://r:5000"]);
+        // A mirror without a file of its own has the default mirrors.
+        let files = [("_default", "[host.cache]\n"), ("docker.io", "[host.\"https://mirror\"]\n[host.cache]\n")];
+        let registries = read_files(&files).unwrap();
+        assert_eq!(
+            (&registries["mirror"].mirrors[..], registries["cache"].mirrors.len()),
+            (&["https://cache".to_owned()][..], 0)
+        );
+    }
+
+    #[test]
     fn what_is_not_supported_is_named() {
         for (registry, text, named) in [
             ("r", "server = \"https://other\"", "D/r/hosts.toml: server: must be the registry itself"),
             ("r", "server = \"ftp://r\"", "server: the scheme"),
             ("_default", "server = \"https://r\"", "server: _default has only hosts"),
             ("r", "[host.\"https://m/path\"]", "host.\"https://m/path\": must be a host"),
-            ("r", "[host.\"https://u:p@m\"]", "must be a host"),
+            ("r", "[host.\"https://u:p@m\"]", "hosts.toml: host.\"m\": must be a host"),
             ("r", "[host.m]\ncapabilities = [\"pull\"]", "host.\"m\".capabilities: a host has both"),
+            ("r", "capabilities = [\"push\"]", "capabilities: the registry itself"),
+            ("r", "[host.m]\ncapabilities = [\"pul\"]", "host.\"m\".capabilities: pull, resolve and push"),
+            ("r", "[host.r]\n[host.m]", "host.\"m\": the registry itself is asked last"),
+            ("r", "[host.\"http://m\"]\nca = \"/ca\"", "host.\"http://m\": ca and client need https"),
+            ("r", "[host.\"https://m?x\"]", "must be a host"),
             ("r", "[host.m]\noverride_path = true", "host.\"m\".override_path"),
             ("r", "[host.m.header]\nx = \"y\"", "host.\"m\".header"),
             ("r", "dial_timeout = \"1s\"", "dial_timeout: is not supported"),
@@ -417,6 +519,10 @@ mod tests {
             let error = read_files(&[(registry, text)]).unwrap_err();
             assert!(error.contains(named), "{text}: {error}");
         }
+        let less = [("a", "[host.m]\nskip_verify = true"), ("m", "")];
+        assert!(read_files(&less).unwrap_err().contains("m has other settings elsewhere"));
+        let twice = [("m:5000", ""), ("m_5000_", "")];
+        assert!(read_files(&twice).unwrap_err().contains("another directory is for this registry"));
         let two = [("a", "[host.m]\nskip_verify = true"), ("b", "[host.m]\nca = \"/ca\"")];
         assert!(read_files(&two).unwrap_err().contains("D/b/hosts.toml: m has other settings elsewhere"));
     }

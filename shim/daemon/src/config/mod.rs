@@ -504,8 +504,16 @@ impl Config {
         let mut config = Config::parse(&text, path)?;
         if let Some(directory) = &config.images.hosts_dir {
             for (host, settings) in hosts::read(directory)? {
-                // An entry of the file itself counts instead.
-                config.images.registries.entry(host).or_insert(settings);
+                let known = config.images.registries.entry(host.clone()).or_default();
+                let auth_file = known.auth_file.clone();
+                if *known == (RegistrySettings { auth_file: auth_file.clone(), ..RegistrySettings::default() }) {
+                    *known = RegistrySettings { auth_file, ..settings };
+                } else {
+                    tracing::warn!(
+                        host,
+                        "images.registries has settings of the host: those of images.hosts_dir are not used"
+                    );
+                }
             }
         }
         Ok(config)

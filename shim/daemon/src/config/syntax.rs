@@ -18,7 +18,17 @@ impl SyntaxError {
         SyntaxError {
             line: before.matches('\n').count() + 1,
             column: before[line_start..].chars().count() + 1,
-            message: error.message().to_owned(),
+            message: without_value(error.message()),
         }
     }
+}
+
+/// Removes the value from serde's message about a text where something else belongs.
+fn without_value(message: &str) -> String {
+    for kind in ["invalid type: string ", "invalid value: string "] {
+        if let Some((_, expected)) = message.strip_prefix(kind).and_then(|rest| rest.rsplit_once(", expected ")) {
+            return format!("{}, expected {expected}", kind.trim_end());
+        }
+    }
+    message.to_owned()
 }

@@ -69,7 +69,12 @@ fn an_unknown_key_is_named_with_line_and_column() {
 
 #[test]
 fn an_error_does_not_show_the_line_with_a_password() {
-    for text in ["[images]\nhttps_proxy = \"http://u:s3c\\wet@h\"\n", "[images]\nhttp_proxy = \"http://u:s3cret@h\n"] {
+    let wrong_type = "[images.registries.r]\nmirrors = \"https://u:s3cret@m\"\n";
+    for text in [
+        wrong_type,
+        "[images]\nhttps_proxy = \"http://u:s3c\\wet@h\"\n",
+        "[images]\nhttp_proxy = \"http://u:s3cret@h\n",
+    ] {
         let error = nacelle_base::Chain(&parse(text).unwrap_err()).to_string();
         assert!(error.contains("line 2, column") && !error.contains("s3c"), "{error}");
     }

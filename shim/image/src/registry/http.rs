@@ -137,6 +137,7 @@ impl HttpClients {
         // Inside of a tunnel, the registry would receive the header.
         let for_proxy = proxy.as_ref().filter(|_| url.scheme_str() != Some("https"));
         let for_proxy = for_proxy.and_then(|proxy| proxy.authorization.clone());
+        let by_proxy = proxy.is_some() && url.scheme_str() != Some("https");
         let client = self.client(host, proxy).await?;
         let mut request = Request::new(payload.open().await?);
         *request.method_mut() = method;
@@ -151,8 +152,8 @@ impl HttpClients {
             response.ok_or_else(|| ImageError::Timeout { url: url_without_query(url), seconds: limit.as_secs() })?;
         let (parts, body) =
             response.map_err(|source| ImageError::Request { url: url_without_query(url), source })?.into_parts();
-        if parts.status == StatusCode::PROXY_AUTHENTICATION_REQUIRED {
-            let why = "it refuses the credentials of its URL (407)";
+        if by_proxy && parts.status == StatusCode::PROXY_AUTHENTICATION_REQUIRED {
+            let why = "it requires other credentials (407)";
             return Err(ImageError::Proxy { scheme: "http", why });
         }
         Ok(HttpResponse { url: url_without_query(url), status: parts.status, headers: parts.headers, body, limit })
