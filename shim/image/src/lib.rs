@@ -48,5 +48,6 @@ pub use directory::LAYERS;
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
+pub use registry::auth_file::read_auth_file;
 pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
 pub use worker::{WorkerError, run_worker_program};

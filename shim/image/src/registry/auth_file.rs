@@ -29,8 +29,9 @@ struct AuthFileEntry {
     registrytoken: String,
 }
 
-/// Returns the credentials that the file has for this host (and port). Blocks. A file without an entry for the host is an error.
-pub fn read_auth_file(path: &Path, host: &str) -> Result<Auth, ImageError> {
+/// Returns the credentials that the file has for this host (and port), or `None` if it has none. Blocks. Errors contain nothing of the
+/// file.
+pub fn read_auth_file(path: &Path, host: &str) -> Result<Option<Auth>, ImageError> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(at("open", path))?;
     file.take(MAX_AUTH_FILE + 1).read_to_end(&mut bytes).map_err(at("read", path))?;
@@ -45,8 +46,7 @@ pub fn read_auth_file(path: &Path, host: &str) -> Result<Auth, ImageError> {
     })?;
     let wanted = super::auth::server_host(host);
     let entry = file.auths.into_iter().find(|(key, _)| is_of_host(key) && super::auth::server_host(key) == wanted);
-    let missing = || ImageError::NoCredentials { path: path.to_owned(), host: host.to_owned() };
-    let (_, entry) = entry.ok_or_else(missing)?;
+    let Some((_, entry)) = entry else { return Ok(None) };
     let auth = Auth {
         username: entry.username,
         password: entry.password,
@@ -56,7 +56,7 @@ pub fn read_auth_file(path: &Path, host: &str) -> Result<Auth, ImageError> {
         registry_token: entry.registrytoken,
     };
     let empty = Auth { server_address: host.to_owned(), ..Auth::default() };
-    if auth == empty { Err(missing()) } else { Ok(auth) }
+    Ok(Some(auth).filter(|auth| *auth != empty))
 }
 
 /// Returns whether a key is for all of a host, and not for a repository of it (`mirror.example/team`).
@@ -78,14 +78,13 @@ mod tests {
             "b/team": {"username": "t", "password": "t"}, "https://index.docker.io/v1/": {"auth": "aHVi"}, "c/x": {"auth": "eA=="},
             "empty": {}}, "credsStore": "desktop"}"#;
         std::fs::write(&path, text).unwrap();
-        let auth = read_auth_file(&path, "a.example:5000").unwrap();
+        let auth = read_auth_file(&path, "a.example:5000").unwrap().unwrap();
         assert_eq!((auth.auth.as_str(), auth.server_address.as_str()), ("dTpw", "a.example:5000"));
-        let auth = read_auth_file(&path, "b").unwrap();
+        let auth = read_auth_file(&path, "b").unwrap().unwrap();
         assert_eq!((auth.username.as_str(), auth.password.as_str()), ("u", "p"));
-        assert_eq!(read_auth_file(&path, "registry-1.docker.io").unwrap().auth, "aHVi");
+        assert_eq!(read_auth_file(&path, "registry-1.docker.io").unwrap().unwrap().auth, "aHVi");
         for host in ["a.example", "empty", "", "c"] {
-            let error = read_auth_file(&path, host).unwrap_err();
-            assert!(matches!(error, ImageError::NoCredentials { .. }), "{error:?}");
+            assert_eq!(read_auth_file(&path, host).unwrap(), None, "{host}");
         }
     }
 

@@ -2,7 +2,7 @@
 //! configuration, digests and the limits of manifests. Credentials go only to the endpoint that they are for.
 
 mod auth;
-mod auth_file;
+pub mod auth_file;
 pub mod download;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
@@ -53,7 +53,10 @@ impl RegistryEndpoint {
         match (&self.auth, &self.auth_file) {
             (None, Some((path, host))) => {
                 let (path, host) = (path.clone(), host.clone());
-                let read = move || auth_file::read_auth_file(&path, &host).map(Some);
+                let read = move || {
+                    let found = auth_file::read_auth_file(&path, &host)?;
+                    found.ok_or(ImageError::NoCredentials { path, host }).map(Some)
+                };
                 run_blocking("read the credentials of a registry mirror", read).await?
             }
             (auth, _) => Ok(auth.clone()),

@@ -4,13 +4,10 @@
 use super::{VmClient, VmName, status_error};
 use anyhow::Context;
 use nacelle_proto::vm;
-use serde_json::Value;
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use tonic::Streaming;
 
-/// The largest file with credentials, in bytes.
-const MAX_AUTH_FILE: u64 = 1 << 20;
 /// The registry of names without one.
 const DOCKER_HUB: &str = "docker.io";
 
@@ -50,7 +47,7 @@ struct RegistryArguments {
 impl RegistryArguments {
     fn into_artifact(self, name: String) -> anyhow::Result<vm::Artifact> {
         let credentials = match &self.authfile {
-            Some(path) if !name.starts_with("oci:") => read_credentials(path, &registry_host(&name))?,
+            Some(path) if !name.starts_with("oci:") => read_credentials(path, registry_host(&name))?,
             _ => None,
         };
         Ok(vm::Artifact { name, credentials, plain_http: self.plain_http })
@@ -110,38 +107,19 @@ fn progress_line(message: &vm::Transfer) -> String {
 }
 
 /// The host that a reference names, as `Reference` reads it.
-fn registry_host(reference: &str) -> String {
+fn registry_host(reference: &str) -> &str {
     let first = reference.split_once('/').map(|(first, _)| first);
-    let host = first.filter(|first| first.contains(['.', ':']) || *first == "localhost");
-    normalize_host(host.unwrap_or(DOCKER_HUB))
-}
-
-/// Returns the host of a key of the file, which may be a URL; Docker Hub has one name for its several hosts.
-fn normalize_host(key: &str) -> String {
-    let key = key.split_once("://").map_or(key, |(_, rest)| rest);
-    match key.split('/').next().unwrap_or_default() {
-        "index.docker.io" | "registry-1.docker.io" => DOCKER_HUB.to_owned(),
-        host => host.to_owned(),
-    }
+    first.filter(|first| first.contains(['.', ':']) || *first == "localhost").unwrap_or(DOCKER_HUB)
 }
 
 /// Returns the credentials that a file has for a host, if any.
 fn read_credentials(path: &Path, host: &str) -> anyhow::Result<Option<vm::Credentials>> {
-    let failed = || format!("cannot read {}", path.display());
-    let mut text = String::new();
-    let file = std::fs::File::open(path).with_context(failed)?;
-    file.take(MAX_AUTH_FILE).read_to_string(&mut text).with_context(failed)?;
-    let file: Value = serde_json::from_str(&text).with_context(failed)?;
-    let mut entries = file.get("auths").and_then(Value::as_object).into_iter().flatten();
-    Ok(entries.find(|(key, _)| normalize_host(key) == host).map(|(_, entry)| {
-        let text = |key: &str| entry.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
-        vm::Credentials {
-            username: text("username"),
-            password: text("password"),
-            auth: text("auth"),
-            identity_token: text("identitytoken"),
-            registry_token: text("registrytoken"),
-        }
+    Ok(nacelle_image::read_auth_file(path, host)?.map(|auth| vm::Credentials {
+        username: auth.username,
+        password: auth.password,
+        auth: auth.auth,
+        identity_token: auth.identity_token,
+        registry_token: auth.registry_token,
     }))
 }
 
@@ -156,7 +134,7 @@ mod tests {
         let text = r#"{"auths": {"https://index.docker.io/v1/": {"auth": "aHVi"}, "a.example:5000": {"auth": "YQ==", "identitytoken": "t"}}}"#;
         std::fs::write(&path, text).unwrap();
         let of = |reference: &str| {
-            let found = read_credentials(&path, &registry_host(reference)).unwrap();
+            let found = read_credentials(&path, registry_host(reference)).unwrap();
             found.map(|found| format!("{}{}", found.auth, found.identity_token))
         };
         assert_eq!(of("a.example:5000/b/c:1").as_deref(), Some("YQ==t"));
