@@ -28,7 +28,7 @@ as_root() {
 # long NAME COMMAND...: runs it with its output in a log, says every 20 seconds that it goes on, and shows the log's end
 # when it fails.
 long() {
-    local name=$1 log started pid beat=0
+    local name=$1 log started pid beat=0 code
     shift
     log=$cache/logs/$(echo "$name" | tr -c 'a-zA-Z0-9\n' '-').log
     started=$SECONDS
@@ -43,9 +43,10 @@ long() {
     if wait "$pid"; then
         say "$name: done in $((SECONDS - started)) s"
     else
+        code=$?
         tail -n "${LONG_TAIL:-60}" "$log" >&2
         say "$name: FAILED (all of it: $log)"
-        return 1
+        return $code
     fi
 }
 
