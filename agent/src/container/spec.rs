@@ -262,8 +262,8 @@ fn adjust_process(mut process: Process, context: &SpecContext) -> Result<Process
     }
     // Always set, because the agent's own value would be inherited.
     process.set_oom_score_adj(Some(limit_oom_score_adj(context, process.oom_score_adj().unwrap_or(0))));
-    // The guest's kernel has neither AppArmor nor SELinux.
-    process.set_apparmor_profile(None).set_selinux_label(None);
+    // No container gets an SELinux label. An AppArmor profile of the node stays: the daemon requests one for containers without a guest.
+    process.set_selinux_label(None);
     Ok(process)
 }
 
@@ -334,6 +334,17 @@ mod tests {
             process.env().as_deref(),
             Some(&[format!("PATH={}", paths::DEFAULT_SEARCH_PATH), "HOME=/home/u".to_owned()][..])
         );
+    }
+
+    #[test]
+    fn an_apparmor_profile_applies_to_every_process() {
+        let mut json = minimal();
+        json["process"]["apparmorProfile"] = "p".into();
+        let process = adjusted(&json, PidNamespace::Own).process().clone().unwrap();
+        let command = derive_exec_process(&process, vec!["true".to_owned()], false);
+        for process in [process, command] {
+            assert_eq!(process.apparmor_profile().as_deref(), Some("p"));
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Starts a further process in a container: cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter, exec.
+//! Starts a further process in a container: AppArmor profile, cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter, exec.
 //!
 //! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
 //! rights, still in the agent's PID namespace, where no process of the container can see it; it resolves paths in the container, gives up
@@ -41,6 +41,7 @@ const CONTINUE: [u8; 1] = *b"!";
 /// The tasks of the step and the program's process, in order. Messages contain their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ExecStage {
+    Profile,
     Cgroup,
     Namespaces,
     Terminal,
@@ -58,7 +59,8 @@ enum ExecStage {
 }
 
 impl ExecStage {
-    const ALL: [ExecStage; 14] = [
+    const ALL: [ExecStage; 15] = [
+        ExecStage::Profile,
         ExecStage::Cgroup,
         ExecStage::Namespaces,
         ExecStage::Terminal,
@@ -77,6 +79,7 @@ impl ExecStage {
 
     fn description(self) -> &'static str {
         match self {
+            ExecStage::Profile => "set the AppArmor profile of",
             ExecStage::Cgroup => "enter the container's cgroup to run",
             ExecStage::Namespaces => "enter the container's namespaces to run",
             ExecStage::Terminal => "open a terminal for",
@@ -360,6 +363,11 @@ fn run_step(
     let process = &request.process;
     let score = process.oom_score_adj().unwrap_or(0);
     fs::write("/proc/self/oom_score_adj", score.to_string()).map_err(|error| (ExecStage::Limits, to_errno(error)))?;
+    if let Some(profile) = process.apparmor_profile() {
+        // Takes effect when the program runs; a forked process has it, too. /proc is the agent's until the namespaces are entered.
+        fs::write("/proc/self/attr/apparmor/exec", format!("exec {profile}"))
+            .map_err(|error| (ExecStage::Profile, to_errno(error)))?;
+    }
     enter_cgroup(request).map_err(|error| (ExecStage::Cgroup, to_errno(error)))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);

@@ -390,3 +390,76 @@ fn failed_or_orphaned_volumes_leave_no_mounts() {
     drop((shared, alone));
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
+
+const APPARMOR_PARSER: &str = "/usr/sbin/apparmor_parser";
+
+/// A profile of AppArmor that forbids to write to a directory. It is loaded into the kernel until it is dropped.
+struct LoadedProfile {
+    name: String,
+    file: PathBuf,
+}
+
+impl LoadedProfile {
+    fn load(node: &TestNode, denied: &str) -> LoadedProfile {
+        let name = format!("nacelle-e2e-{}", node.daemon_pid());
+        let file = node.directory().join("profile");
+        let rules = format!("capability,\nfile,\nnetwork,\nsignal,\ndeny {denied}/** w,\n");
+        fs::write(&file, format!("profile {name} flags=(attach_disconnected) {{\n{rules}}}\n")).unwrap();
+        run_program(APPARMOR_PARSER, ["--replace", "--skip-cache", "--quiet", file.to_str().unwrap()]).ok();
+        LoadedProfile { name, file }
+    }
+}
+
+impl Drop for LoadedProfile {
+    fn drop(&mut self) {
+        run_program(APPARMOR_PARSER, ["--remove", "--quiet", self.file.to_str().unwrap()]);
+    }
+}
+
+#[test]
+fn apparmor_confines_containers_and_their_commands() {
+    if !can_run_without_guest() {
+        return;
+    }
+    let enabled = fs::read_to_string("/sys/module/apparmor/parameters/enabled").is_ok_and(|text| text.starts_with('Y'));
+    if !enabled || !Path::new(APPARMOR_PARSER).exists() {
+        println!("skipped: this node has no AppArmor, or no apparmor_parser");
+        return;
+    }
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod_with_handler("host", PodRequest::new("confined", node.directory()));
+    let loaded = LoadedProfile::load(&node, "/tmp");
+    let request = |name: &str, profile: Value| {
+        let script = "cat /proc/self/attr/current; touch /tmp/first && echo made; echo end; sleep 600";
+        ContainerRequest::sh(name, &image, script).set("linux", json!({"security_context": {"apparmor": profile}}))
+    };
+    let own = format!("{} (enforce)", loaded.name);
+    let default = "nacelle-default (enforce)";
+    for (name, profile, label, writes) in [
+        ("unset", Value::Null, default, true),
+        ("default", json!({"profile_type": 0}), default, true),
+        ("unconfined", json!({"profile_type": 1}), "unconfined", true),
+        ("own", json!({"profile_type": 2, "localhost_ref": loaded.name}), own.as_str(), false),
+    ] {
+        let container = pod.start(request(name, profile));
+        let first = container.wait_for_output("end");
+        assert!(first.contains(label) && first.contains("made") == writes, "{name}: {first}");
+        let command = container.exec("cat /proc/self/attr/current; touch /tmp/second && echo made; true").ok();
+        assert!(command.contains(label) && command.contains("made") == writes, "{name}: {command}");
+    }
+    let missing = json!({"profile_type": 2, "localhost_ref": "nacelle-e2e-missing"});
+    let refused = pod.try_create(request("missing", missing)).err();
+    for words in ["FailedPrecondition", "nacelle-e2e-missing", "is not loaded on this node"] {
+        assert!(refused.contains(words), "{words}: {refused}");
+    }
+
+    // The default profile denies a mount to a container with CAP_SYS_ADMIN; its processes signal each other.
+    let admin = ContainerRequest::sh("admin", &image, "sleep 600 & kill $! && echo killed; sleep 600")
+        .set("linux", json!({"security_context": {"capabilities": {"add_capabilities": ["SYS_ADMIN"]}}}));
+    let admin = pod.start(admin);
+    admin.wait_for_output("killed");
+    let mount = admin.exec("mount -t tmpfs none /tmp");
+    assert!(mount.code != 0 && mount.stderr.to_lowercase().contains("permission denied"), "{mount:?}");
+    pod.remove();
+}

@@ -3,6 +3,7 @@
 //! `net`, `stream`, `pod` (specification and client), `keeper` (document) and `vmi`.
 
 pub mod accounting;
+mod apparmor;
 mod bounded_log;
 mod cdi;
 pub mod cli;

@@ -61,6 +61,9 @@ pub struct ContainerConfig {
     pub readonly_paths: Vec<String>,
     /// The seccomp profile.
     pub seccomp: SeccompPolicy,
+    /// The name of the AppArmor profile of the node's kernel that confines it; `None` for none.
+    #[serde(default)]
+    pub apparmor: Option<String>,
     /// The name of the stop signal in CRI, if the number has several ("SIGNAL_SIGIOT"); empty otherwise.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stop_signal_name: String,

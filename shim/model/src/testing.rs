@@ -89,6 +89,7 @@ pub fn container(n: u8, of: u8) -> ContainerRecord {
             masked_paths: vec!["/proc/kcore".into()],
             readonly_paths: vec![],
             seccomp: SeccompPolicy::RuntimeDefault,
+            apparmor: None,
             volumes: vec![],
             node_volumes: vec![],
             devices: vec![],

@@ -2,6 +2,7 @@
 
 use super::finding::{Finding, Severity, finding, report};
 use super::hardening::check_hardening;
+use crate::apparmor::Apparmor;
 use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings, PathSettings};
 use crate::hugepages;
 use crate::user_range::check_user_range;
@@ -246,7 +247,22 @@ fn check_engine_host(agent: &Path) -> Vec<Finding> {
             "no cgroup v2 with cpu, memory and pids: containers of engine host run without their resource limits",
         ),
     };
-    vec![program, images, limits]
+    vec![program, images, limits, check_apparmor(&Apparmor::default())]
+}
+
+/// Checks whether containers of engine host get an AppArmor profile.
+fn check_apparmor(node: &Apparmor) -> Finding {
+    match (node.is_enabled(), node.parser()) {
+        (false, _) => {
+            finding(Severity::Note, "apparmor", "the node has none: containers of engine host have no profile")
+        }
+        (true, Some(_)) => finding(Severity::Ok, "apparmor", "containers of engine host have a profile"),
+        (true, None) => finding(
+            Severity::Note,
+            "apparmor",
+            "no apparmor_parser: containers of engine host that request no profile have none; install the package apparmor",
+        ),
+    }
 }
 
 /// Returns whether the kernel is 6.12 or newer, which can mount EROFS from a file.

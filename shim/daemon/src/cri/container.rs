@@ -2,11 +2,12 @@
 
 use super::Cri;
 use super::convert::{
-    apply_cdi_edits, cdi_names, check_guest_volumes, container_config, container_label, report, resources_change,
-    seccomp_profile,
+    Profiles, apply_cdi_edits, cdi_names, check_guest_volumes, container_config, container_label, report,
+    requested_apparmor, resources_change, seccomp_profile,
 };
 use super::sandbox::required;
 use super::status::{creation_status, refuse, status};
+use crate::apparmor::Apparmor;
 use crate::cdi;
 use crate::profile;
 use nacelle_base::FailureKind;
@@ -36,7 +37,7 @@ impl Cri {
             apply_cdi_edits(config, found.map_err(status)?.map_err(status)?);
         }
         let pod = required("pod_sandbox_id", &request.pod_sandbox_id)?;
-        let profile = match seccomp_profile(request.config.as_ref()).map_err(status)? {
+        let seccomp = match seccomp_profile(request.config.as_ref()).map_err(status)? {
             // Read now: later changes of the file do not affect the container.
             Some(path) => {
                 let read = run_blocking("read the seccomp profile", move || profile::read(&path)).await;
@@ -46,8 +47,16 @@ impl Cri {
         };
         let view = self.node.pod(pod).map_err(status)?;
         let (node, users) = (view.pod.config.kind.node_namespaces(), view.pod.config.user_namespace);
-        let config = container_config(request.config.as_ref(), profile, node, users).map_err(status)?;
         let guest = view.pod.config.kind.has_guest();
+        let apparmor = match requested_apparmor(request.config.as_ref(), guest).map_err(status)? {
+            _ if guest => None,
+            requested => {
+                let select = move || Apparmor::default().select(&requested);
+                run_blocking("select the AppArmor profile", select).await.map_err(status)?.map_err(status)?
+            }
+        };
+        let profiles = Profiles { seccomp, apparmor };
+        let config = container_config(request.config.as_ref(), profiles, node, users).map_err(status)?;
         container_label(request.config.as_ref(), !guest && self.selinux).map_err(status)?;
         if let Some(machine) = view.pod.config.kind.machine() {
             check_container(machine, &config).map_err(status)?;

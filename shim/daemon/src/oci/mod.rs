@@ -246,6 +246,9 @@ fn process(
             "ambient": capabilities.ambient,
         },
     });
+    if let Some(profile) = &container.apparmor {
+        process["apparmorProfile"] = json!(profile);
+    }
     if container.resources.oom_score_adj != 0 {
         process["oomScoreAdj"] = json!(container.resources.oom_score_adj);
     }
@@ -623,6 +626,11 @@ mod tests {
         let filter = built(|config| config.seccomp = profile())["linux"]["seccomp"].clone();
         assert_eq!(filter["defaultAction"], "SCMP_ACT_ALLOW");
         assert_eq!(filter["syscalls"], json!([{ "names": ["chmod"], "action": "SCMP_ACT_ERRNO" }]));
+        let confined = built(|config| config.apparmor = Some("p".into()));
+        assert_eq!(
+            (&confined["process"]["apparmorProfile"], &built(|_| ())["process"]["apparmorProfile"]),
+            (&json!("p"), &Value::Null)
+        );
         let privileged = built(|config| (config.seccomp, config.privileged) = (profile(), true));
         assert_eq!(privileged["linux"]["seccomp"], Value::Null);
     }

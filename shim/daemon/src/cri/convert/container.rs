@@ -3,7 +3,7 @@
 use super::device::devices;
 use super::resources::{fields, resources};
 use super::volume::{mount_requests, volumes};
-use super::{FieldError, apparmor, bad, id_number, name, name_of_image, pairs, users};
+use super::{FieldError, bad, id_number, name, name_of_image, pairs, users};
 use nacelle_model::capability;
 use nacelle_model::container::ContainerConfig;
 use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
@@ -25,11 +25,20 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
     }
 }
 
-/// Checks and converts a container's configuration. `profile` holds the contents of the file of [`seccomp_profile`]. The
-/// containers of a pod share its namespaces of the node and its user namespace.
+/// The profiles of the node that confine a container.
+#[derive(Debug, Default)]
+pub struct Profiles {
+    /// The contents of the file of [`seccomp_profile`].
+    pub seccomp: Option<SeccompProfile>,
+    /// The name of a loaded AppArmor profile.
+    pub apparmor: Option<String>,
+}
+
+/// Checks and converts a container's configuration. The containers of a pod share its namespaces of the node and its user
+/// namespace.
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
-    profile: Option<SeccompProfile>,
+    profiles: Profiles,
     node: NodeNamespaces,
     user_namespace: Option<UserNamespace>,
 ) -> Result<ContainerConfig, FieldError> {
@@ -38,7 +47,6 @@ pub fn container_config(
     let image = config.image.as_ref().ok_or(FieldError::Missing { field: "config.image" })?;
     let linux = config.linux.clone().unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
-    check_security(&security)?;
     users::check_container(security.namespace_options.as_ref(), user_namespace)?;
     for word in config.command.iter().chain(&config.args).chain([&config.working_dir]) {
         if word.contains('\0') {
@@ -80,21 +88,12 @@ pub fn container_config(
         no_new_privs: security.no_new_privs,
         masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
         readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
-        seccomp: seccomp(&security, profile)?,
+        seccomp: seccomp(&security, profiles.seccomp)?,
+        apparmor: profiles.apparmor,
         volumes,
         node_volumes,
         devices: devices(&config.devices, user_namespace)?,
     })
-}
-
-#[expect(deprecated, reason = "kubelets before 1.30 send the old field")]
-fn check_security(security: &cri::LinuxContainerSecurityContext) -> Result<(), FieldError> {
-    apparmor(
-        "config.linux.security_context.apparmor",
-        security.apparmor.as_ref(),
-        "config.linux.security_context.apparmor_profile",
-        &security.apparmor_profile,
-    )
 }
 
 fn env(pair: &cri::KeyValue) -> Result<(String, String), FieldError> {
@@ -295,7 +294,7 @@ mod tests {
         let mut config = sample();
         change(&mut config);
         seccomp_profile(Some(&config))?;
-        container_config(Some(&config), None, NodeNamespaces::default(), None)
+        container_config(Some(&config), Profiles::default(), NodeNamespaces::default(), None)
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -349,9 +348,8 @@ mod tests {
             change(security(&mut config));
             let path = seccomp_profile(Some(&config)).unwrap();
             let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
-            let config =
-                container_config(Some(&config), path.is_some().then_some(profile), NodeNamespaces::default(), None)
-                    .unwrap();
+            let profiles = Profiles { seccomp: path.is_some().then_some(profile), apparmor: None };
+            let config = container_config(Some(&config), profiles, NodeNamespaces::default(), None).unwrap();
             (path, matches!(config.seccomp, SeccompPolicy::Localhost(_)))
         };
         fn local(path: &str) -> Option<cri::SecurityProfile> {
@@ -373,7 +371,7 @@ mod tests {
     #[test]
     fn every_refusal_names_field_and_rule() {
         type Change = fn(&mut cri::ContainerConfig);
-        let rows: [(Change, FailureKind, &str); 26] = [
+        let rows: [(Change, FailureKind, &str); 25] = [
             (|c| c.metadata = None, FailureKind::Invalid, "config.metadata is missing"),
             (|c| c.metadata.as_mut().unwrap().name.clear(), FailureKind::Invalid, "name is missing"),
             (|c| c.image = None, FailureKind::Invalid, "config.image is missing"),
@@ -427,11 +425,6 @@ mod tests {
                 },
                 FailureKind::Invalid,
                 "localhost_ref is \"p.json\"",
-            ),
-            (
-                |c| security(c).apparmor = Some(cri::SecurityProfile { profile_type: 2, localhost_ref: "x".into() }),
-                FailureKind::Unsupported,
-                "AppArmor",
             ),
         ];
         for (change, kind, words) in rows {

@@ -1,6 +1,7 @@
 //! Converts between CRI and the daemon's model: requests become checked values of the model, and records become responses.
 //! Besides the services that call these functions, no module of the daemon uses a CRI type.
 
+mod apparmor;
 mod container;
 mod device;
 mod empty_dirs;
@@ -14,7 +15,8 @@ pub mod stats;
 mod users;
 mod volume;
 
-pub use container::{container_config, seccomp_profile};
+pub use apparmor::requested_apparmor;
+pub use container::{Profiles, container_config, seccomp_profile};
 pub use device::{apply_cdi_edits, cdi_names};
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;
@@ -157,20 +159,4 @@ fn id_number(field: &'static str, value: i64) -> Result<u32, FieldError> {
         Ok(id) if id != u32::MAX => Ok(id),
         _ => bad(field, value, "0 to 4294967294 are allowed"),
     }
-}
-
-/// Checks the AppArmor profiles. The guest's kernel has no AppArmor, which satisfies RuntimeDefault and Unconfined.
-fn apparmor(
-    field: &'static str,
-    profile: Option<&cri::SecurityProfile>,
-    old_field: &'static str,
-    old: &str,
-) -> Result<(), FieldError> {
-    if let Some(profile) = profile.filter(|p| p.profile_type() == cri::security_profile::ProfileType::Localhost) {
-        return not_yet(field, &profile.localhost_ref, "the guest's kernel has no AppArmor; leave it out");
-    }
-    if !matches!(old, "" | "runtime/default" | "unconfined") {
-        return not_yet(old_field, old, "the guest's kernel has no AppArmor; leave it out");
-    }
-    Ok(())
 }

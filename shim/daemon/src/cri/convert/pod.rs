@@ -136,12 +136,7 @@ fn check_security(security: &cri::LinuxSandboxSecurityContext) -> Result<(), Fie
     if let Some(user) = &security.run_as_user {
         id_number("config.linux.security_context.run_as_user", user.value)?;
     }
-    apparmor(
-        "config.linux.security_context.apparmor",
-        security.apparmor.as_ref(),
-        "config.linux.security_context.apparmor",
-        "",
-    )
+    apparmor::check_pod(security)
 }
 
 /// Returns the pod's host name. For a pod with the node's network kubelet sends none, and the name is the node's.
