@@ -1,4 +1,5 @@
-//! Builds small images: OCI layouts of a static busybox with the files and the configuration that a test needs.
+//! Builds small images: OCI layouts of a static busybox with the files and the configuration that a test needs. And artifacts, which
+//! have files but no configuration.
 
 use flate2::{Compression, write::GzEncoder};
 use serde_json::{Value, json};
@@ -63,13 +64,7 @@ impl TestImage {
 
     /// Writes the OCI layout into `directory`, with gzip layers and one manifest; returns the manifest's digest.
     pub fn write(&self, directory: &Path) -> String {
-        let blobs = directory.join("blobs/sha256");
-        fs::create_dir_all(&blobs).expect("the test's directory is writable");
-        let put = |bytes: &[u8], media_type: &str| {
-            let digest = hex::encode(Sha256::digest(bytes));
-            fs::write(blobs.join(&digest), bytes).expect("the test's directory is writable");
-            json!({"mediaType": media_type, "digest": format!("sha256:{digest}"), "size": bytes.len()})
-        };
+        let put = |bytes: &[u8], media_type: &str| put_blob(directory, bytes, media_type);
         let mut layers = Vec::new();
         let mut diff_ids = Vec::new();
         for layer in &self.layers {
@@ -88,14 +83,7 @@ impl TestImage {
             "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
             "config": config, "layers": layers,
         });
-        let mut entry = put(manifest.to_string().as_bytes(), "application/vnd.oci.image.manifest.v1+json");
-        let digest = entry["digest"].as_str().unwrap_or_default().to_owned();
-        entry["annotations"] = json!({"org.opencontainers.image.ref.name": "latest"});
-        let index = json!({"schemaVersion": 2, "manifests": [entry]});
-        fs::write(directory.join("index.json"), index.to_string()).expect("the test's directory is writable");
-        fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#)
-            .expect("the directory is writable");
-        digest
+        finish_layout(directory, &manifest)
     }
 
     /// Like [`write`](Self::write), into a new directory below `parent`; returns the directory.
@@ -104,6 +92,65 @@ impl TestImage {
         self.write(&directory);
         directory
     }
+}
+
+/// An artifact to be built: files by their titles.
+#[derive(Clone, Debug, Default)]
+pub struct TestArtifact {
+    artifact_type: String,
+    files: Vec<(String, Vec<u8>)>,
+}
+
+impl TestArtifact {
+    /// Returns an artifact without files.
+    pub fn new(artifact_type: &str) -> Self {
+        Self { artifact_type: artifact_type.to_owned(), files: Vec::new() }
+    }
+
+    /// Adds a file.
+    pub fn with_file(mut self, title: &str, bytes: &[u8]) -> Self {
+        self.files.push((title.to_owned(), bytes.to_vec()));
+        self
+    }
+
+    /// Writes the OCI layout into a new directory below `parent`; returns the directory and the manifest's digest.
+    pub fn write_layout(&self, parent: &Path, name: &str) -> (PathBuf, String) {
+        let directory = parent.join(format!("artifact-{}", name.replace(['/', ':'], "-")));
+        let config = put_blob(&directory, b"{}", "application/vnd.oci.empty.v1+json");
+        let file = |(title, bytes): &(String, Vec<u8>)| {
+            let mut layer = put_blob(&directory, bytes, "application/octet-stream");
+            layer["annotations"] = json!({"org.opencontainers.image.title": title});
+            layer
+        };
+        let layers: Vec<Value> = self.files.iter().map(file).collect();
+        let manifest = json!({
+            "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "artifactType": self.artifact_type, "config": config, "layers": layers,
+        });
+        let digest = finish_layout(&directory, &manifest);
+        (directory, digest)
+    }
+}
+
+/// Adds a blob to a layout; returns its descriptor.
+fn put_blob(layout: &Path, bytes: &[u8], media_type: &str) -> Value {
+    let blobs = layout.join("blobs/sha256");
+    fs::create_dir_all(&blobs).expect("the test's directory is writable");
+    let digest = hex::encode(Sha256::digest(bytes));
+    fs::write(blobs.join(&digest), bytes).expect("the test's directory is writable");
+    json!({"mediaType": media_type, "digest": format!("sha256:{digest}"), "size": bytes.len()})
+}
+
+/// Completes a layout of one manifest, which gets the tag `latest`; returns the manifest's digest.
+fn finish_layout(layout: &Path, manifest: &Value) -> String {
+    let bytes = manifest.to_string();
+    let mut entry = put_blob(layout, bytes.as_bytes(), "application/vnd.oci.image.manifest.v1+json");
+    let digest = entry["digest"].as_str().unwrap_or_default().to_owned();
+    entry["annotations"] = json!({"org.opencontainers.image.ref.name": "latest"});
+    let index = json!({"schemaVersion": 2, "manifests": [entry]});
+    fs::write(layout.join("index.json"), index.to_string()).expect("the test's directory is writable");
+    fs::write(layout.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("the directory is writable");
+    digest
 }
 
 /// One layer that is being filled.

@@ -17,7 +17,7 @@ pub mod run;
 
 pub use cri::{CriClient, CriPod};
 pub use crictl::{ContainerRequest, PodRequest};
-pub use image::TestImage;
+pub use image::{TestArtifact, TestImage};
 pub use manager::ServiceManager;
 pub use node::{NodeOptions, TestNode};
 pub use run::{ProgramOutput, eventually};

@@ -1,6 +1,6 @@
 //! Runs a real registry (Debian's `docker-registry`) in the node's network namespace.
 
-use crate::image::TestImage;
+use crate::image::{TestArtifact, TestImage};
 use crate::node::Netns;
 use crate::run::{ProgramOutput, eventually, run, run_program};
 use std::fs;
@@ -89,10 +89,19 @@ impl TestRegistry {
 
     /// Pushes an image as `name:tag`; returns its complete reference.
     pub fn push(&self, image: &TestImage, name: &str) -> String {
-        let layout = image.write_layout(&self.directory, name);
+        self.push_layout(&image.write_layout(&self.directory, name), name, &[])
+    }
+
+    /// Pushes an artifact as `name:tag`; returns its complete reference, and its digest.
+    pub fn push_artifact(&self, artifact: &TestArtifact, name: &str) -> (String, String) {
+        let (layout, digest) = artifact.write_layout(&self.directory, name);
+        (self.push_layout(&layout, name, &["--preserve-digests"]), digest)
+    }
+
+    fn push_layout(&self, layout: &Path, name: &str, more: &[&str]) -> String {
         let reference = format!("{}/{name}", self.host());
         let mut copy = self.netns.command("skopeo");
-        copy.args(["copy", "--quiet", "--dest-tls-verify=false"]);
+        copy.args(["copy", "--quiet", "--dest-tls-verify=false"]).args(more);
         if self.kind == RegistryKind::HttpsWithPassword {
             copy.arg(format!("--dest-creds={}:{}", LOGIN.0, LOGIN.1));
         }

@@ -3,9 +3,10 @@
 use nacelle_e2e::cri::container_config;
 use nacelle_e2e::node::{NodeOptions, engine};
 use nacelle_e2e::run::{block_on, run_program};
-use nacelle_e2e::{ContainerRequest, CriClient, PodRequest, TestImage, TestNode};
+use nacelle_e2e::{ContainerRequest, CriClient, PodRequest, TestArtifact, TestImage, TestNode};
 use nacelle_proto::cri;
 use serde_json::{Value, json};
+use sha2::Digest as _;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -118,6 +119,60 @@ fn image_volumes_are_mounted_and_kept_while_in_use() {
     node.crictl.call(["rm", "--force", &two_id]);
     nacelle_e2e::eventually("the image's files go with its last user", || {
         (image_disk_usage(&node) + (2 << 20) < before).then_some(())
+    });
+}
+
+#[test]
+fn the_files_of_an_artifact_are_mounted_and_it_is_no_image_to_run() {
+    const TYPE: &str = "application/vnd.example.model.v1";
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let weights: Vec<u8> = (0..3u32 << 20).map(|n| (n % 251) as u8).collect();
+    let model = TestArtifact::new(TYPE)
+        .with_file("model.bin", &weights)
+        .with_file("run.sh", b"#!/bin/sh\necho runs\n")
+        .with_file("docs/en/readme", b"read me");
+    let (name, digest) = node.registry.push_artifact(&model, "models/one:1");
+    let before = image_disk_usage(&node);
+    node.crictl.call(["pull", &name]);
+    let status = node.crictl.call_json(["inspecti", "-o", "json", &name]);
+    assert_eq!(status["status"]["id"], digest.as_str(), "{status}");
+    assert_eq!(status["status"]["repoTags"], json!([name]), "{status}");
+    assert_eq!(status["status"]["repoDigests"], json!([format!("127.0.0.1:5000/models/one@{digest}")]), "{status}");
+    assert_eq!(status["info"]["artifactType"], TYPE, "{status}");
+    assert!(node.crictl.call(["images", "-q"]).contains(&digest));
+
+    let pod = node.crictl.run_pod(PodRequest::new("artifact", node.directory()));
+    // kubelet mounts what PullImage returned.
+    let mounts = json!([image_mount("/models", &digest, ""), image_mount("/docs", &name, "docs")]);
+    let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600").set("mounts", mounts));
+    let expected = hex::encode(sha2::Sha256::digest(&weights));
+    assert_eq!(container.exec("sha256sum /models/model.bin | cut -d' ' -f1").ok(), expected);
+    let output = container.exec("cat /models/docs/en/readme; echo; cat /docs/en/readme; echo; ls /models").ok();
+    assert_eq!(output, "read me\nread me\ndocs\nmodel.bin\nrun.sh");
+    assert_eq!(container.exec("stat -c '%a %u %g %Y' /models/model.bin").ok(), "444 0 0 0");
+    for refused in ["echo x >/models/x", "echo x >/models/model.bin", "rm /docs/en/readme"] {
+        let error = container.exec(refused).err();
+        assert!(error.contains("Read-only file system"), "{refused}: {error}");
+    }
+    assert!(container.exec("/models/run.sh").err().contains("Permission denied"));
+
+    let own = pod.try_create(ContainerRequest::sh("own", &name, "true")).err();
+    assert!(own.contains("InvalidArgument") && own.contains(TYPE) && own.contains(&name), "{own}");
+    let file = json!([image_mount("/mnt", &digest, "model.bin")]);
+    let file = pod.try_create(ContainerRequest::sh("file", &image, "true").set("mounts", file)).err();
+    assert!(file.contains("desc = ImageVolumeMountFailed: "), "{file}");
+    let hostile = TestArtifact::new(TYPE).with_file("../../etc/cron.d/x", b"x");
+    let (hostile, _) = node.registry.push_artifact(&hostile, "models/bad:1");
+    let refused = node.crictl.try_call(["pull", &hostile]).err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("../../etc/cron.d/x"), "{refused}");
+
+    node.crictl.call(["rmi", &name]);
+    assert!(!node.crictl.call(["images", "-q"]).contains(&digest));
+    assert_eq!(container.exec("cat /docs/en/readme").ok(), "read me");
+    pod.remove();
+    nacelle_e2e::eventually("the files go with their last user", || {
+        (image_disk_usage(&node) < before + (1 << 20)).then_some(())
     });
 }
 

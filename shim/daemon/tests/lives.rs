@@ -304,6 +304,64 @@ fn the_runtime_says_what_it_is_and_what_is_missing() {
 }
 
 #[test]
+fn an_artifact_is_a_volume_and_no_image_to_run() {
+    let world = World::new();
+    let id = image::load_artifact(&world);
+    let mut daemon = world.daemon();
+    let spec = |image: &str| Some(cri::ImageSpec { image: image.into(), ..Default::default() });
+    world.run(async {
+        let listed = daemon.images.list_images(cri::ListImagesRequest::default()).await.unwrap().into_inner().images;
+        assert!(
+            listed.iter().any(|listed| listed.id == id && listed.repo_tags == [image::ARTIFACT] && listed.size > 0)
+        );
+        let find = cri::ImageStatusRequest { image: spec(image::ARTIFACT), verbose: true };
+        let found = daemon.images.image_status(find).await.unwrap().into_inner();
+        assert_eq!(found.image.unwrap().id, id);
+        assert!(found.info["info"].contains(image::ARTIFACT_TYPE), "{:?}", found.info);
+
+        let pod = daemon.run_pod("a").await.unwrap();
+        let create = |config| cri::CreateContainerRequest {
+            pod_sandbox_id: pod.clone(),
+            config: Some(config),
+            sandbox_config: None,
+        };
+        for name in [image::ARTIFACT, &id] {
+            let mut config = container_config("own");
+            config.image = spec(name);
+            let error = daemon.cri.create_container(create(config)).await.unwrap_err();
+            assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+            for words in [image::ARTIFACT, image::ARTIFACT_TYPE, "image volume"] {
+                assert!(error.message().contains(words), "{error}");
+            }
+        }
+        let mut config = container_config("c");
+        config.mounts = vec![cri::Mount {
+            container_path: "/models".into(),
+            readonly: true,
+            image: spec(&id),
+            ..Default::default()
+        }];
+        let container = daemon.cri.create_container(create(config)).await.unwrap().into_inner().container_id;
+        daemon.start(&container).await.unwrap(); // It waits for the creation.
+        let asked = world.pods.only().made.lock().unwrap()[0].clone();
+        assert_eq!((asked.volumes[0].image_key.as_str(), asked.volumes[0].image.len()), (id.as_str(), 2));
+        daemon.images.remove_image(cri::RemoveImageRequest { image: spec(&id) }).await.unwrap();
+        let piece = asked.volumes[0].image[1].path.clone();
+        assert!(std::path::Path::new(&piece).exists(), "still in use");
+        daemon.remove(&container).await.unwrap();
+        tokio::task::spawn_blocking(move || {
+            let deadline = std::time::Instant::now() + common::LIMIT;
+            while std::path::Path::new(&piece).exists() {
+                assert!(std::time::Instant::now() < deadline, "never collected");
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+        })
+        .await
+        .unwrap();
+    });
+}
+
+#[test]
 fn images_are_listed_found_kept_while_used_and_removed() {
     let world = World::new();
     let mut daemon = world.daemon();

@@ -23,6 +23,9 @@ pub struct StoredImage {
     pub digests: BTreeSet<String>,
     /// The user of the image's configuration.
     pub user: String,
+    /// The artifact type; `None` for an image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub artifact_type: Option<String>,
     /// The size of the image's files in bytes.
     pub size: u64,
     /// When the image was added, in seconds since 1970.
@@ -169,6 +172,7 @@ pub fn image_record(id: &ImageId, stored: &StoredImage, pinned: &HashSet<String>
     let user = stored.user.split(':').next().unwrap_or_default();
     ImageRecord {
         id: *id,
+        artifact_type: stored.artifact_type.clone(),
         repo_tags: stored.tags.iter().cloned().collect(),
         repo_digests: stored.digests.iter().cloned().collect(),
         size: stored.size,
@@ -192,6 +196,7 @@ mod tests {
             tags: own(tags),
             digests: own(digests),
             user: user.into(),
+            artifact_type: None,
             size: 1,
             added: 0,
             layers: vec![],

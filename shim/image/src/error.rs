@@ -1,5 +1,6 @@
 //! Defines the errors of this crate and their classification for callers.
 
+use crate::artifact::VM_ARTIFACT_TYPE;
 use crate::budget::BudgetError;
 use crate::erofs::ErofsError;
 use crate::layer::index::IndexError;
@@ -235,6 +236,14 @@ pub enum ImageError {
         /// The expected type.
         wanted: &'static str,
     },
+    /// The artifact is a persistent VM, which is no image and no volume.
+    #[error(
+        "{name} is a persistent VM ({VM_ARTIFACT_TYPE}), not an image or a volume; import it with nacelle vm import"
+    )]
+    VmArtifact {
+        /// The name of the artifact, or its digest.
+        name: String,
+    },
     /// The content ends before its announced end.
     #[error("{what} ends after {got} of {want} bytes")]
     Truncated {
@@ -329,7 +338,7 @@ impl Classify for ImageError {
             | E::Url { .. }
             | E::TooLarge { .. }
             | E::TooManyFiles { .. } => FailureKind::Invalid,
-            E::OtherArtifact { .. } | E::Truncated { .. } => FailureKind::Invalid,
+            E::OtherArtifact { .. } | E::VmArtifact { .. } | E::Truncated { .. } => FailureKind::Invalid,
             E::Tree(TreeError::Budget(source)) | E::Erofs(ErofsError::Budget(source)) => source.kind(),
             E::ArchiveBudget { source, .. } => source.kind(),
             E::Archive { .. } | E::ArchiveRead { .. } | E::Tree(_) | E::Erofs(_) => FailureKind::Invalid,

@@ -5,14 +5,16 @@
 //! their locks until they and their workers have ended.
 
 use crate::budget::{Budget, Cancel, MemoryPool};
-use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, assign_tag, find_image, remove_image};
+use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, find_image, remove_image};
 use crate::directory::{ContentKind, Pin, StoreDirectory, delete_files};
+use crate::layer::file_tar::FileTar;
 use crate::layer::ingest::{LayerError, LayerLimits};
 use crate::manifest::Descriptor;
 use crate::origins::{self, LayerOrigin};
+use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
-use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_layer};
+use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_file, unpack_layer};
 use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
@@ -50,35 +52,6 @@ pub struct StoreState {
     pub catalogue: Mutex<ImageCatalogue>,
     /// The list of images, for readers.
     pub published: PublishedImages,
-}
-
-/// The source of a layer.
-pub enum LayerSource {
-    /// A registry.
-    Registry(Arc<RegistrySession>, Descriptor),
-    /// A stream from an archive, and the digest of its content if the archive has one.
-    Archive(Box<dyn Read + Send>, Option<Digest>),
-}
-
-/// The names that an image gets.
-#[derive(Clone, Debug, Default)]
-pub struct ImageNames {
-    /// Tags. Other images lose them.
-    pub tags: Vec<String>,
-    /// Digest references.
-    pub digests: Vec<String>,
-}
-
-impl ImageNames {
-    fn assign(&self, images: &mut Images, id: &ImageId) -> bool {
-        let Some(stored) = images.get_mut(id) else { return false };
-        stored.removed = false;
-        stored.digests.extend(self.digests.iter().cloned());
-        for tag in &self.tags {
-            assign_tag(images, id, tag);
-        }
-        true
-    }
 }
 
 impl StoreState {
@@ -121,21 +94,15 @@ impl StoreState {
     }
 
     /// Fetches the layers, builds the tree and adds the image to the list. If the disk is full, removes everything that it wrote.
-    pub async fn install_image(
-        self: &Arc<Self>,
-        config: Vec<u8>,
-        layers: Vec<(Digest, LayerSource)>,
-        names: ImageNames,
-    ) -> Result<ImageId, ImageError> {
-        let id = Digest::of(&config);
-        let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
-        let tree = tree_name(&diff_ids);
-        let keys = diff_ids.iter().map(|diff_id| (ContentKind::Layer, *diff_id));
-        let keys: Vec<_> = keys.chain([(ContentKind::Config, id), (ContentKind::Tree, tree)]).collect();
+    pub async fn install_image(self: &Arc<Self>, plan: ImagePlan) -> Result<ImageId, ImageError> {
+        let layers: Vec<Digest> = plan.layers.iter().map(|layer| layer.name).collect();
+        let tree = tree_name(&layers);
+        let keys = layers.iter().map(|layer| (ContentKind::Layer, *layer));
+        let keys: Vec<_> = keys.chain([(ContentKind::Config, plan.id), (ContentKind::Tree, tree)]).collect();
         let pins: Vec<Pin> = keys.iter().map(|key| self.directory.pin(*key)).collect();
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        let installed = self.install_pinned(config, layers, names, &threads, &pins, &cancel).await;
+        let installed = self.install_pinned(plan, &threads, &pins, &cancel).await;
         if installed.as_ref().is_err_and(|error| error.kind() == FailureKind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
@@ -149,20 +116,18 @@ impl StoreState {
 
     async fn install_pinned(
         self: &Arc<Self>,
-        config: Vec<u8>,
-        layers: Vec<(Digest, LayerSource)>,
-        names: ImageNames,
+        mut plan: ImagePlan,
         threads: &TaskTracker,
         pins: &[Pin],
         cancel: &Cancel,
     ) -> Result<ImageId, ImageError> {
-        let diff_ids: Vec<Digest> = layers.iter().map(|(diff_id, _)| *diff_id).collect();
-        self.check_free_space(&layers)?;
+        self.check_free_space(&plan.layers)?;
+        let layers: Vec<Digest> = plan.layers.iter().map(|layer| layer.name).collect();
         let mut fetches = JoinSet::new();
         let mut seen = HashSet::new();
-        for (diff_id, source) in layers {
-            if seen.insert(diff_id) {
-                fetches.spawn(Arc::clone(self).fetch_layer(diff_id, source, threads.clone(), cancel.clone()));
+        for layer in std::mem::take(&mut plan.layers) {
+            if seen.insert(layer.name) {
+                fetches.spawn(Arc::clone(self).fetch_layer(layer, threads.clone(), cancel.clone()));
             }
         }
         while let Some(fetched) = fetches.join_next().await {
@@ -171,27 +136,27 @@ impl StoreState {
                 return Err(error);
             }
         }
-        let id = Digest::of(&config);
+        let id = plan.id;
         // Another source may have installed the same image; this source has now delivered all of it.
-        if self.assign_names(id, names.clone()).await? {
+        if self.assign_names(id, plan.names.clone()).await? {
             return Ok(id);
         }
         // The thread continues if this future is dropped, so it owns the pins of what it adds to the list.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
         run_blocking("install an image", move || {
-            let finished = shared.commit_image(config, diff_ids, names, &cancel);
+            let finished = shared.commit_image(plan, layers, &cancel);
             drop(pins);
             finished
         })
         .await?
     }
 
-    fn check_free_space(&self, layers: &[(Digest, LayerSource)]) -> Result<(), ImageError> {
-        let needed =
-            layers.iter().filter(|(diff_id, _)| !self.directory.has_layer(*diff_id)).map(|(_, source)| match source {
-                LayerSource::Registry(_, blob) => blob.size,
-                LayerSource::Archive(..) => 0,
-            });
+    fn check_free_space(&self, layers: &[LayerPlan]) -> Result<(), ImageError> {
+        let missing = layers.iter().filter(|layer| !self.directory.has_layer(layer.name));
+        let needed = missing.map(|layer| match &layer.source {
+            LayerSource::Registry(_, blob) => blob.size,
+            LayerSource::Archive(..) => 0,
+        });
         let needed = needed.fold(0u64, u64::saturating_add);
         let free = self.directory.free_bytes()?;
         if needed > free {
@@ -203,11 +168,11 @@ impl StoreState {
     /// Fetches one layer, unless the store has it and the source has proved that it has the layer.
     async fn fetch_layer(
         self: Arc<Self>,
-        diff_id: Digest,
-        source: LayerSource,
+        layer: LayerPlan,
         threads: TaskTracker,
         cancel: Cancel,
     ) -> Result<(), ImageError> {
+        let LayerPlan { name: diff_id, source, form } = layer;
         let mut layer_lock = None;
         if !self.directory.has_layer(diff_id) {
             layer_lock = Some(self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await);
@@ -230,14 +195,15 @@ impl StoreState {
                 threads
                     .spawn_blocking(move || {
                         let _layer_lock = layer_lock;
-                        shared.unpack_layer(diff_id, digest, stream, &cancel)
+                        shared.unpack_layer(diff_id, &form, digest, stream, &cancel)
                     })
                     .await
                     .map_err(|error| TaskError::new("unpack a layer", error))?
             }
             LayerSource::Registry(session, blob) => {
                 let layer_lock = Arc::new(layer_lock);
-                let download = |layer_lock| self.download(&session, &blob, diff_id, layer_lock, &threads, &cancel);
+                let download =
+                    |layer_lock| self.download(&session, &blob, (diff_id, &form), layer_lock, &threads, &cancel);
                 let (fetched, resumed) = download(Arc::clone(&layer_lock)).await;
                 match fetched {
                     // A crash may have damaged the partial download: try once more from the start.
@@ -274,7 +240,7 @@ impl StoreState {
         self: &Arc<Self>,
         session: &RegistrySession,
         blob: &Descriptor,
-        diff_id: Digest,
+        (diff_id, form): (Digest, &LayerForm),
         layer_lock: Arc<Option<tokio::sync::OwnedMutexGuard<()>>>,
         threads: &TaskTracker,
         cancel: &Cancel,
@@ -283,10 +249,10 @@ impl StoreState {
         let partial = self.directory.pin((ContentKind::Partial, origin.partial_name())).lock_owned().await;
         let (sender, receiver) = mpsc::channel(MAX_PIECES_IN_TRANSIT);
         let (start_sender, start) = oneshot::channel();
-        let (shared, size, cancel) = (Arc::clone(self), blob.size, cancel.clone());
+        let (shared, size, form, cancel) = (Arc::clone(self), blob.size, form.clone(), cancel.clone());
         let unpacking = threads.spawn_blocking(move || {
             let _locks = (layer_lock, partial);
-            shared.unpack_download(diff_id, &origin, size, start_sender, receiver, &cancel)
+            shared.unpack_download((diff_id, &form), &origin, size, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
         let (sent, unpacked) = tokio::join!(session.download_blob(blob, from, sender), unpacking);
@@ -297,7 +263,7 @@ impl StoreState {
     /// Unpacks one layer from a download of `size` bytes, and records its origin. Blocks.
     fn unpack_download(
         &self,
-        diff_id: Digest,
+        (diff_id, form): (Digest, &LayerForm),
         origin: &LayerOrigin,
         size: u64,
         start: oneshot::Sender<u64>,
@@ -315,7 +281,7 @@ impl StoreState {
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.
         let stream = before.chain(DownloadReader { receiver, piece: Bytes::new(), partial: file, ended: false });
-        let unpacked = self.unpack_layer(diff_id, Some(origin.blob), Box::new(stream), cancel);
+        let unpacked = self.unpack_layer(diff_id, form, Some(origin.blob), Box::new(stream), cancel);
         let keep = match &unpacked {
             Err(ImageError::Layer { source: UnpackError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
@@ -336,6 +302,7 @@ impl StoreState {
     fn unpack_layer(
         &self,
         diff_id: Digest,
+        form: &LayerForm,
         digest: Option<Digest>,
         stream: Box<dyn Read + Send>,
         cancel: &Cancel,
@@ -346,13 +313,19 @@ impl StoreState {
         let name = digest.unwrap_or(diff_id);
         let mut budget = Budget::layer(&self.pool, cancel);
         let launch = Launch::Process(&self.config.worker);
-        let unpacked = unpack_layer(launch, stream, target, limits, &mut budget);
+        let unpacked = match form {
+            LayerForm::Tar => unpack_layer(launch, stream, target, limits, &mut budget),
+            LayerForm::File(file) => {
+                let framed = FileTar::new(&file.path, file.blob.size, stream);
+                unpack_file(launch, framed, target, limits, &mut budget)
+            }
+        };
         let unpacked = unpacked.map_err(|source| ImageError::Layer { digest: name, source })?;
         tracing::debug!(layer = %name, bytes = budget.peak(), entries = unpacked.entries, "unpacked a layer");
         if digest.is_some_and(|digest| digest != unpacked.digest) {
             return Err(ImageError::Digest { what: format!("layer {name}"), got: unpacked.digest });
         }
-        if unpacked.diff_id != diff_id {
+        if matches!(form, LayerForm::Tar) && unpacked.diff_id != diff_id {
             return Err(ImageError::Digest {
                 what: format!("the content {diff_id} of layer {name}"),
                 got: unpacked.diff_id,
@@ -364,21 +337,12 @@ impl StoreState {
         Ok(self.directory.commit_layer(diff_id, blob, index)?)
     }
 
-    /// Writes the tree, the configuration and the entry in the list. Blocks.
-    fn commit_image(
-        &self,
-        config: Vec<u8>,
-        diff_ids: Vec<Digest>,
-        names: ImageNames,
-        cancel: &Cancel,
-    ) -> Result<ImageId, ImageError> {
-        let id = Digest::of(&config);
-        let parsed = manifest::parse_config(&config);
-        let (parsed, _) =
-            parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?;
-        let (tree, tree_length, blobs) = self.build_tree(&diff_ids, cancel)?;
-        write_whole(&self.directory.path((ContentKind::Config, id)), &config)?;
-        let different: HashSet<Digest> = diff_ids.iter().copied().collect();
+    /// Writes the tree, the document and the entry in the list. Blocks.
+    fn commit_image(&self, plan: ImagePlan, layers: Vec<Digest>, cancel: &Cancel) -> Result<ImageId, ImageError> {
+        let id = plan.id;
+        let (tree, tree_length, blobs) = self.build_tree(&layers, cancel)?;
+        write_whole(&self.directory.path((ContentKind::Config, id)), &plan.document)?;
+        let different: HashSet<Digest> = layers.iter().copied().collect();
         let parts = different
             .iter()
             .map(|diff_id| (ContentKind::Layer, *diff_id))
@@ -386,10 +350,11 @@ impl StoreState {
         let stored = StoredImage {
             tags: Default::default(),
             digests: Default::default(),
-            user: parsed.user,
+            user: plan.user,
+            artifact_type: plan.artifact_type,
             size: parts.map(|key| self.directory.disk_usage_of(key)).sum(),
             added: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            layers: diff_ids,
+            layers,
             tree,
             tree_length,
             blobs,
@@ -397,7 +362,7 @@ impl StoreState {
         };
         self.catalogue().update(|images| {
             images.entry(id).or_insert(stored);
-            names.assign(images, &id);
+            plan.names.assign(images, &id);
         })?;
         Ok(id)
     }
@@ -433,8 +398,11 @@ impl StoreState {
         Ok(delete_files(detached)?)
     }
 
-    /// Returns an image's configuration. Blocks.
-    pub fn read_image_config(&self, id: ImageId) -> Result<ImageConfig, ImageError> {
+    /// Returns the configuration of an image of the list; an artifact has an empty one. Blocks.
+    pub fn read_image_config(&self, id: ImageId, stored: &StoredImage) -> Result<ImageConfig, ImageError> {
+        if stored.artifact_type.is_some() {
+            return Ok(ImageConfig::default());
+        }
         let path = self.directory.path((ContentKind::Config, id));
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
         let parsed = manifest::parse_config(&bytes);

@@ -30,6 +30,7 @@ mod load;
 mod manifest;
 mod merge;
 mod origins;
+mod plan;
 mod pull;
 mod reference;
 mod registry;
@@ -39,7 +40,8 @@ mod wire;
 mod worker;
 
 pub use artifact::{
-    Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, compress_file,
+    Artifact, ArtifactKind, Artifacts, CompressedFile, Descriptor, FileContent, TransferProgress, VM_ARTIFACT_TYPE,
+    compress_file,
 };
 pub use config::{
     Auth, ClientCertificate, DEFAULT_REGISTRY, ImageStoreConfig, ImageWorkerConfig, ProxyConfig, RegistryConfig,

@@ -1,10 +1,13 @@
-//! Reads images from files: OCI layouts, as a directory or a tar archive, and docker archives. Everything that is kept of an
+//! Reads images and artifacts from files: OCI layouts, as a directory or a tar archive, and docker archives. Everything that is kept of an
 //! archive until its images are installed is charged to a budget, and reading it ends when the caller has cancelled.
 
 use crate::budget::{Budget, BudgetError, Cancel, heap_bytes};
-use crate::install::{ImageNames, LayerSource, StoreState};
+use crate::install::StoreState;
 use crate::layer::tar::{EntryType, TarReader};
-use crate::manifest::{self, Descriptor, MAX_CONFIG, MAX_MANIFEST, ManifestDocument, ManifestError, RawDescriptor};
+use crate::manifest::{
+    self, Descriptor, MAX_CONFIG, MAX_MANIFEST, Manifest, ManifestDocument, ManifestError, RawDescriptor,
+};
+use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
 use crate::{ImageError, LoadedImage, Reference};
 use nacelle_base::files::at;
 use nacelle_base::task::run_blocking;
@@ -33,11 +36,12 @@ pub async fn load(
 ) -> Result<Vec<LoadedImage>, ImageError> {
     let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
     let _cancelled_with_this_future = cancel.on_drop();
+    let max_file_bytes = shared.config.max_layer_bytes;
     // The budget lives until all images are installed.
     let (plans, path, _budget) = run_blocking("read an image archive", move || {
         let mut budget = Budget::archive(&pool, &cancel);
         let archive = ArchiveFile::open(&opened, &mut budget)?;
-        Ok::<_, ImageError>((plan_images(&archive, &mut budget)?, opened, budget))
+        Ok::<_, ImageError>((plan_images(&archive, &mut budget, max_file_bytes)?, opened, budget))
     })
     .await??;
     if plans.is_empty() {
@@ -54,7 +58,7 @@ pub async fn load(
         plan.names.tags.extend(name.map(Reference::to_string));
         let id = plan.id;
         if !shared.assign_names(id, plan.names.clone()).await? {
-            shared.install_image(plan.config, plan.layers, plan.names).await?;
+            shared.install_image(plan).await?;
         }
         let names = shared.published.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
         loaded.push(LoadedImage { id, names: names.unwrap_or_default() });
@@ -62,16 +66,7 @@ pub async fn load(
     Ok(loaded)
 }
 
-/// One image, ready to be installed.
-struct ImagePlan {
-    /// The digest of the configuration.
-    id: Digest,
-    config: Vec<u8>,
-    layers: Vec<(Digest, LayerSource)>,
-    names: ImageNames,
-}
-
-fn plan_images(archive: &ArchiveFile, budget: &mut Budget) -> Result<Vec<ImagePlan>, ImageError> {
+fn plan_images(archive: &ArchiveFile, budget: &mut Budget, max_file_bytes: u64) -> Result<Vec<ImagePlan>, ImageError> {
     let mut plans = ImagePlans { archive, budget, all: Vec::new() };
     if let Some(index) = archive.read_small("index.json", MAX_MANIFEST)? {
         let wrong = |source| archive.manifest_error("index.json", source);
@@ -79,7 +74,7 @@ fn plan_images(archive: &ArchiveFile, budget: &mut Budget) -> Result<Vec<ImagePl
         let images: Vec<_> = images.iter().filter(|image| image.is_image()).collect();
         plans.check_count(images.len())?;
         for image in images {
-            plans.add(plan_layout_image(archive, image)?)?;
+            plans.add(plan_layout_image(archive, image, max_file_bytes)?)?;
         }
         return Ok(plans.all);
     }
@@ -121,7 +116,12 @@ impl ImagePlans<'_> {
                 other.names.digests.extend(plan.names.digests);
             }
             None => {
-                let bytes = heap_bytes(plan.config.capacity()) + plan.layers.len() as u64 * LAYER_PLAN_MEMORY;
+                let paths = plan.layers.iter().map(|layer| match &layer.form {
+                    LayerForm::Tar => 0,
+                    LayerForm::File(file) => heap_bytes(file.path.capacity()),
+                });
+                let bytes = heap_bytes(plan.document.capacity()) + plan.layers.len() as u64 * LAYER_PLAN_MEMORY;
+                let bytes = bytes + paths.sum::<u64>();
                 self.budget.charge(bytes).map_err(|source| self.archive.budget_error(source))?;
                 self.all.push(plan);
             }
@@ -130,7 +130,11 @@ impl ImagePlans<'_> {
     }
 }
 
-fn plan_layout_image(archive: &ArchiveFile, image: &RawDescriptor) -> Result<ImagePlan, ImageError> {
+fn plan_layout_image(
+    archive: &ArchiveFile,
+    image: &RawDescriptor,
+    max_file_bytes: u64,
+) -> Result<ImagePlan, ImageError> {
     let named = image.validate().map_err(|source| archive.manifest_error("index.json", source))?;
     let mut descriptor = named.clone();
     for _ in 0..3 {
@@ -139,19 +143,25 @@ fn plan_layout_image(archive: &ArchiveFile, image: &RawDescriptor) -> Result<Ima
         match manifest::parse_manifest(&bytes).map_err(|source| archive.manifest_error(&what, source))? {
             ManifestDocument::Index(ours) => descriptor = ours,
             ManifestDocument::Manifest(manifest) => {
-                let config = archive.read_blob(&manifest.config, MAX_CONFIG)?;
-                let what = format!("configuration {}", manifest.config.digest);
-                let wrong = |source| archive.manifest_error(&what, source);
-                let (_, diff_ids) = manifest::parse_config(&config).map_err(wrong)?;
-                let mut layers = Vec::new();
-                for (blob, diff_id) in manifest::pair_layers(&manifest, &diff_ids).map_err(wrong)? {
-                    let member = archive.require_member(&blob_path(blob.digest))?;
-                    layers.push((diff_id, LayerSource::Archive(Box::new(member.take(blob.size)), Some(blob.digest))));
-                }
                 let name = annotated_name(image);
                 let digests = name.iter().map(|name| name.with_digest(named.digest).to_string()).collect();
                 let tags = name.iter().filter(|name| name.tag().is_some()).map(Reference::to_string).collect();
-                return Ok(ImagePlan { id: Digest::of(&config), config, layers, names: ImageNames { tags, digests } });
+                let names = ImageNames { tags, digests };
+                let source = |blob: Descriptor| {
+                    let member = archive.require_member(&blob_path(blob.digest))?;
+                    Ok(LayerSource::Archive(Box::new(member.take(blob.size)), Some(blob.digest)))
+                };
+                return match manifest {
+                    Manifest::Artifact(artifact) => {
+                        ImagePlan::of_artifact(artifact, bytes, names, max_file_bytes, source)
+                    }
+                    Manifest::Image(manifest) => {
+                        let config = archive.read_blob(&manifest.config, MAX_CONFIG)?;
+                        let what = format!("configuration {}", manifest.config.digest);
+                        let wrong = |source| archive.manifest_error(&what, source);
+                        ImagePlan::of_image(&manifest, config, names, source, wrong)
+                    }
+                };
             }
         }
     }
@@ -177,17 +187,20 @@ fn plan_docker_image(archive: &ArchiveFile, image: &manifest::DockerArchiveImage
         return Err(ImageError::TooLarge { what: image.config.clone(), limit: MAX_CONFIG });
     }
     let wrong = |source| archive.manifest_error(&image.config, source);
-    let (_, diff_ids) = manifest::parse_config(&config).map_err(wrong)?;
+    let (parsed, diff_ids) = manifest::parse_config(&config).map_err(wrong)?;
     if diff_ids.len() != image.layers.len() {
         return Err(wrong(ManifestError::Layers { layers: image.layers.len(), diff_ids: diff_ids.len() }));
     }
     let mut layers = Vec::new();
     for (diff_id, name) in diff_ids.iter().zip(&image.layers) {
-        layers.push((*diff_id, LayerSource::Archive(Box::new(archive.require_member(name)?), None)));
+        let source = LayerSource::Archive(Box::new(archive.require_member(name)?), None);
+        layers.push(LayerPlan { name: *diff_id, source, form: LayerForm::Tar });
     }
     let tags = image.repo_tags.iter().flatten().map(|tag| Ok(Reference::parse(tag)?.to_string()));
     let tags = tags.collect::<Result<_, ImageError>>()?;
-    Ok(ImagePlan { id: Digest::of(&config), config, layers, names: ImageNames { tags, digests: Vec::new() } })
+    let names = ImageNames { tags, digests: Vec::new() };
+    let id = Digest::of(&config);
+    Ok(ImagePlan { id, document: config, user: parsed.user, artifact_type: None, layers, names })
 }
 
 fn blob_path(digest: Digest) -> String {

@@ -2,6 +2,7 @@
 //! its size.
 
 use crate::ImageConfig;
+use crate::artifact::files::FileArtifact;
 use nacelle_base::json;
 use nacelle_model::digest::Digest;
 use serde::Deserialize;
@@ -56,6 +57,14 @@ pub enum ManifestError {
         /// The number in the configuration.
         diff_ids: usize,
     },
+    /// A layer of an artifact has a name that no file can have.
+    #[error("the name of one of its layers, {path:?}, cannot be the path of a file: {why}")]
+    FileName {
+        /// The name, truncated to 100 characters.
+        path: String,
+        /// The rule that the name violates.
+        why: &'static str,
+    },
     /// The artifact has more layers than its kind allows.
     #[error("it has {layers} layers; at most {most} are allowed")]
     TooManyLayers {
@@ -84,11 +93,20 @@ pub struct ImageManifest {
     pub layers: Vec<Descriptor>,
 }
 
+/// A manifest by the kind of its configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Manifest {
+    /// An image.
+    Image(ImageManifest),
+    /// An artifact: its configuration is not that of an image.
+    Artifact(FileArtifact),
+}
+
 /// The document that a manifest request returned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ManifestDocument {
-    /// An image.
-    Manifest(ImageManifest),
+    /// A manifest.
+    Manifest(Manifest),
     /// An index; the descriptor is of the variant for this node.
     Index(Descriptor),
 }
@@ -109,8 +127,12 @@ struct RawDocument {
     schema_version: u64,
     #[serde(default)]
     media_type: Option<String>,
+    #[serde(default)]
+    artifact_type: Option<String>,
     config: Option<RawDescriptor>,
     layers: Option<Vec<RawDescriptor>>,
+    #[serde(default)]
+    rootfs: Option<IgnoredAny>,
     manifests: Option<Vec<RawDescriptor>>,
 }
 
@@ -182,14 +204,27 @@ pub fn parse_manifest(bytes: &[u8]) -> Result<ManifestDocument, ManifestError> {
     }
     if let (Some(config), Some(layers)) = (&raw.config, &raw.layers) {
         let configs = ["application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"];
-        if !config.has_media_type(&configs) {
-            return Err(kind(config.media_type.as_deref().unwrap_or_default()));
-        }
+        let is_image = config.has_media_type(&configs);
         if layers.len() > MAX_LAYERS {
-            return Err(ManifestError::Layers { layers: layers.len(), diff_ids: 0 });
+            return Err(match is_image {
+                true => ManifestError::Layers { layers: layers.len(), diff_ids: 0 },
+                false => ManifestError::TooManyLayers { layers: layers.len(), most: MAX_LAYERS },
+            });
+        }
+        if !is_image {
+            if raw.rootfs.is_some() {
+                // Its digest would be the id of an artifact and of an image.
+                return Err(kind("manifest and image configuration at once"));
+            }
+            config.validate()?;
+            let artifact_type = raw.artifact_type.as_deref().filter(|kind| !kind.is_empty());
+            let artifact_type = artifact_type.or(config.media_type.as_deref()).unwrap_or_default();
+            let artifact = FileArtifact::from_layers(artifact_type, layers)?;
+            return Ok(ManifestDocument::Manifest(Manifest::Artifact(artifact)));
         }
         let layers = layers.iter().map(RawDescriptor::validate).collect::<Result<_, _>>()?;
-        return Ok(ManifestDocument::Manifest(ImageManifest { config: config.validate()?, layers }));
+        let image = ImageManifest { config: config.validate()?, layers };
+        return Ok(ManifestDocument::Manifest(Manifest::Image(image)));
     }
     let Some(manifests) = raw.manifests else {
         return Err(kind(raw.media_type.as_deref().unwrap_or("neither manifest nor index")));
@@ -326,7 +361,7 @@ mod tests {
                 digest(1),
                 digest(2)
             );
-            let ManifestDocument::Manifest(read) = parse_manifest(text.as_bytes()).unwrap() else {
+            let ManifestDocument::Manifest(Manifest::Image(read)) = parse_manifest(text.as_bytes()).unwrap() else {
                 panic!("no manifest")
             };
             assert_eq!(read.config, Descriptor { digest: Digest([1; 32]), size: 7 });
@@ -362,6 +397,7 @@ mod tests {
             r#"{"schemaVersion":1,"fsLayers":[]}"#,
             r#"{"manifests":[{"digest":"../x","size":1}]}"#,
             r#"{"config":{"mediaType":"application/vnd.cncf.helm.config.v1+json","digest":"x","size":1},"layers":[]}"#,
+            r#"{"config":{"mediaType":"application/vnd.cncf.helm.config.v1+json","size":1},"layers":[]}"#,
             r#"{"config":{"digest":"sha256:0","size":1},"layers":[]}"#,
             r#"{"config":{"digest":"x","size":-1},"layers":[]}"#,
         ] {
@@ -375,6 +411,36 @@ mod tests {
         let many = vec![format!("\"{one}\""); MAX_LAYERS + 1].join(",");
         let many = format!(r#"{{"rootfs":{{"diff_ids":[{many}]}}}}"#);
         assert!(matches!(parse_config(many.as_bytes()), Err(ManifestError::Layers { .. })));
+    }
+
+    #[test]
+    fn manifests_with_other_configurations_are_artifacts() {
+        let parse = |more: &str, layers: &str| {
+            let text = format!(
+                r#"{{"schemaVersion":2,{more}"config":{{"mediaType":"application/vnd.oci.empty.v1+json","digest":"{}","size":2}},
+                "layers":[{layers}]}}"#,
+                digest(1)
+            );
+            parse_manifest(text.as_bytes())
+        };
+        let title = r#""annotations":{"org.opencontainers.image.title":"model"}"#;
+        let layer = format!(r#"{{"mediaType":"a/b","digest":"{}","size":9,{title}}}"#, digest(2));
+        for (more, expected) in [
+            (r#""artifactType":"application/vnd.example.model","#, "application/vnd.example.model"),
+            (r#""artifactType":"","#, "application/vnd.oci.empty.v1+json"),
+            ("", "application/vnd.oci.empty.v1+json"),
+        ] {
+            let ManifestDocument::Manifest(Manifest::Artifact(read)) = parse(more, &layer).unwrap() else {
+                panic!("no artifact")
+            };
+            assert_eq!(read.artifact_type, expected);
+            assert_eq!((read.files.len(), read.files[0].path.as_str(), read.files[0].blob.size), (1, "model", 9));
+        }
+        // It would be an image with the same id as well.
+        let both = parse(r#""rootfs":{"diff_ids":[]},"#, &layer);
+        assert!(matches!(both, Err(ManifestError::UnsupportedType { .. })), "{both:?}");
+        let many = vec![layer; MAX_LAYERS + 1].join(",");
+        assert!(matches!(parse("", &many), Err(ManifestError::TooManyLayers { layers: 1001, most: 1000 })));
     }
 
     #[test]

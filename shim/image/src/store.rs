@@ -42,8 +42,10 @@ impl Drop for OngoingPull {
 /// The public record of one image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageRecord {
-    /// The digest of the image's configuration: CRI's image id and image_ref.
+    /// The digest of the image's configuration, or of the artifact's manifest: CRI's image id and image_ref.
     pub id: ImageId,
+    /// The artifact type if it is an artifact, of which containers can only mount the files; `None` for an image.
+    pub artifact_type: Option<String>,
     /// The tags, `registry/repository:tag`, sorted.
     pub repo_tags: Vec<String>,
     /// The digest references, `registry/repository@sha256:...`, sorted.
@@ -136,7 +138,7 @@ impl ImageStore {
         Ok(ImageStore { shared, pulls: Arc::default() })
     }
 
-    /// Pulls an image, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
+    /// Pulls an image or artifact, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
     /// unless other callers wait for the same one; the next pull continues its downloads.
     pub async fn pull(&self, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
         let pull = self.join_or_start_pull(reference, auth);
@@ -257,7 +259,10 @@ impl ImageStore {
                 offset: 0,
                 length,
             });
-            Ok(RootFs { disk: ImageDisk { extents: extents.collect() }, config: shared.read_image_config(id)? })
+            Ok(RootFs {
+                disk: ImageDisk { extents: extents.collect() },
+                config: shared.read_image_config(id, &stored)?,
+            })
         })
         .await?
     }

@@ -12,6 +12,7 @@ use crate::cdi;
 use crate::profile;
 use nacelle_base::FailureKind;
 use nacelle_base::task::run_blocking;
+use nacelle_image::ImageRecord;
 use nacelle_keeper::streams_output;
 use nacelle_machines::machine_pod::{check_container, check_volumes};
 use nacelle_model::container::ContainerImage;
@@ -64,25 +65,22 @@ impl Cri {
         } else if guest {
             check_guest_volumes(&config, &self.node.services().config).map_err(status)?;
         }
-        let image = self.image_of("config.image.image", &config.image)?;
-        let volumes = config.volumes.iter().map(|volume| self.image_of("config.mounts.image.image", &volume.image));
+        let image = self.find_image("config.image.image", &config.image)?;
+        check_runnable(&image, &config.image)?;
+        let volumes = config.volumes.iter().map(|volume| {
+            self.find_image("config.mounts.image.image", &volume.image).map(|image| container_image(&image))
+        });
         let volumes = volumes.collect::<Result<_, _>>()?;
-        let id = self.node.create(pod, config, image, volumes).await.map_err(creation_status)?;
+        let id = self.node.create(pod, config, container_image(&image), volumes).await.map_err(creation_status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
     }
 
-    /// Returns the image in a field of a container's configuration; it must have been pulled.
-    fn image_of(&self, field: &str, name: &str) -> Result<ContainerImage, Status> {
-        match self.node.services().images.status(name).map_err(status)? {
-            Some(image) => Ok(ContainerImage {
-                id: image.id,
-                reference: image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string()),
-            }),
-            None => Err(refuse(
-                FailureKind::NotFound,
-                &format!("{field} is {name:?}: there is no such image here; pull it first"),
-            )),
-        }
+    /// Returns the image or artifact in a field of a container's configuration; it must have been pulled.
+    fn find_image(&self, field: &str, name: &str) -> Result<ImageRecord, Status> {
+        self.node.services().images.status(name).map_err(status)?.ok_or_else(|| {
+            let what = format!("{field} is {name:?}: there is no such image here; pull it first");
+            refuse(FailureKind::NotFound, &what)
+        })
     }
 
     pub(super) async fn on_start_container(
@@ -182,4 +180,20 @@ impl Cri {
         self.node.reopen_log(required("container_id", &request.container_id)?).await.map_err(status)?;
         Ok(cri::ReopenContainerLogResponse {})
     }
+}
+
+fn container_image(image: &ImageRecord) -> ContainerImage {
+    let reference = image.repo_digests.first().cloned().unwrap_or_else(|| image.id.to_string());
+    ContainerImage { id: image.id, reference }
+}
+
+/// Refuses an artifact as the image that a container runs. `name` is the name in the request.
+fn check_runnable(image: &ImageRecord, name: &str) -> Result<(), Status> {
+    let Some(artifact_type) = &image.artifact_type else { return Ok(()) };
+    let name = image.repo_tags.first().or(image.repo_digests.first()).map_or(name, String::as_str);
+    let message = format!(
+        "config.image.image is {name:?}, an artifact of type {artifact_type:?}, which has files but no program to run; \
+         mount it as an image volume"
+    );
+    Err(refuse(FailureKind::Invalid, &message))
 }

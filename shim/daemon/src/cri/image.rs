@@ -40,7 +40,10 @@ impl Cri {
                     "Entrypoint": config.entrypoint, "Cmd": config.cmd, "Env": config.env, "User": config.user,
                     "WorkingDir": config.working_dir, "StopSignal": config.stop_signal, "Labels": config.labels,
                 }});
-                let info = serde_json::json!({ "imageSpec": spec, "pieces": root.disk.extents.len() });
+                let mut info = serde_json::json!({ "imageSpec": spec, "pieces": root.disk.extents.len() });
+                if let Some(artifact_type) = &image.artifact_type {
+                    info["artifactType"] = artifact_type.as_str().into();
+                }
                 HashMap::from([("info".to_owned(), info.to_string())])
             }
             _ => HashMap::new(),

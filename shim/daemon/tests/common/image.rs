@@ -1,5 +1,5 @@
 //! Provides the image of the tests: an OCI layout with one small layer, which contains a text file and a file in the format of a
-//! kernel.
+//! kernel; and an artifact with one file.
 
 use super::World;
 use serde_json::json;
@@ -9,6 +9,12 @@ use std::path::Path;
 
 /// The image's name.
 pub const NAME: &str = "test.local/tiny:1";
+
+/// The artifact's name.
+pub const ARTIFACT: &str = "test.local/model:1";
+
+/// The artifact's type.
+pub const ARTIFACT_TYPE: &str = "application/vnd.example.model.v1";
 
 /// The path of the kernel in the image.
 pub const KERNEL: &str = "/boot/vmlinux";
@@ -63,12 +69,34 @@ pub fn load(world: &World) {
         "layers": [{ "mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": layer, "size": layer_bytes.len() }],
     })
     .to_string();
-    let manifest_digest = blob(&layout, manifest.as_bytes());
+    load_layout(world, &layout, NAME, &manifest);
+}
+
+/// Loads the artifact into the node's store, before any daemon runs. Returns its id.
+pub fn load_artifact(world: &World) -> String {
+    let layout = world.root.path().join("artifact");
+    fs::create_dir_all(layout.join("blobs/sha256")).unwrap();
+    let manifest = json!({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "artifactType": ARTIFACT_TYPE,
+        "config": { "mediaType": "application/vnd.oci.empty.v1+json", "digest": blob(&layout, b"{}"), "size": 2 },
+        "layers": [{
+            "mediaType": "application/octet-stream", "digest": blob(&layout, b"weights"), "size": 7,
+            "annotations": { "org.opencontainers.image.title": "model.bin" },
+        }],
+    })
+    .to_string();
+    load_layout(world, &layout, ARTIFACT, &manifest);
+    blob(&layout, manifest.as_bytes())
+}
+
+/// Completes a layout of one manifest and loads it.
+fn load_layout(world: &World, layout: &Path, name: &str, manifest: &str) {
+    let manifest_digest = blob(layout, manifest.as_bytes());
     let index = json!({
         "schemaVersion": 2,
         "manifests": [{
             "mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": manifest_digest, "size": manifest.len(),
-            "annotations": { "org.opencontainers.image.ref.name": NAME },
+            "annotations": { "org.opencontainers.image.ref.name": name },
         }],
     });
     fs::write(layout.join("index.json"), index.to_string()).unwrap();
@@ -78,6 +106,6 @@ pub fn load(world: &World) {
     world.run(async {
         let options = config.image_options(env!("CARGO_BIN_EXE_nacelle-unpack").as_ref());
         let store = nacelle_image::ImageStore::open(&config.paths.images(), options).unwrap();
-        store.load(&layout, None).await.unwrap();
+        store.load(layout, None).await.unwrap();
     });
 }

@@ -14,9 +14,9 @@ pub const MANIFEST_MEDIA_TYPE: &str = "application/vnd.oci.image.manifest.v1+jso
 /// The single layer of an artifact without files: some registries require a layer.
 pub const EMPTY_JSON: &[u8] = b"{}";
 /// The media type of `EMPTY_JSON`.
-const EMPTY_MEDIA_TYPE: &str = "application/vnd.oci.empty.v1+json";
+pub const EMPTY_MEDIA_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The annotation with the display name of a layer.
-const TITLE_ANNOTATION: &str = "org.opencontainers.image.title";
+pub const TITLE_ANNOTATION: &str = "org.opencontainers.image.title";
 
 /// The media types of a kind of artifact.
 #[derive(Debug, PartialEq, Eq)]

@@ -1,9 +1,10 @@
 //! Pushes and fetches artifacts: a configuration and compressed files that other crates of this project keep in a registry or in
-//! an OCI layout. An artifact is not an image. Everything that is fetched is bounded, and verified before it is used. Compression
+//! an OCI layout, and reads artifacts of others as files (`files`). An artifact is not an image. Everything that is fetched is bounded, and verified before it is used. Compression
 //! and file access block on blocking threads, as in `ImageStore`.
 
 mod compress;
 mod document;
+pub mod files;
 mod layout;
 
 pub use crate::manifest::Descriptor;
@@ -21,6 +22,11 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 use tokio::sync::mpsc;
+
+/// The artifact type of a persistent VM, which is imported and never mounted.
+pub const VM_ARTIFACT_TYPE: &str = "application/vnd.nacelle.machine.v1";
+/// The beginning of all media types of persistent VMs. Old registries may drop the artifact type.
+pub(crate) const VM_TYPES_PREFIX: &str = "application/vnd.nacelle.machine.";
 
 /// The prefix of a name that means a layout on the node instead of a registry: `oci:/DIRECTORY` or `oci:/DIRECTORY:TAG`.
 const LAYOUT_PREFIX: &str = "oci:";

@@ -2,6 +2,7 @@
 //! workers do this (`crate::worker`); the daemon only detects compression and checks the places of files that they report.
 
 pub mod decompress;
+pub mod file_tar;
 pub mod index;
 pub mod ingest;
 pub mod tar;

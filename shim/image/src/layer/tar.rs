@@ -16,7 +16,8 @@ const MAX_SPARSE_PIECES: usize = 1 << 18;
 /// (KERNFS_MAX_USER_XATTRS in include/linux/kernfs.h). Their names are then far below the 64 KiB that listxattr(2) returns
 /// (XATTR_LIST_MAX).
 const MAX_XATTRS: usize = 128;
-const BLOCK: u64 = 512;
+/// The size in bytes of the blocks of an archive.
+pub const BLOCK: u64 = 512;
 
 /// Reasons that a stream is not a supported tar archive.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]

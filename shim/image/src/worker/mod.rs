@@ -19,4 +19,4 @@ pub use error::{UnpackError, WorkerError};
 pub use process::{Launch, Supervision, WorkerEnd, WorkerStreams};
 pub use program::run_worker_program;
 pub use protocol::{FoundFile, Job, JobError, JobFigures, LayerHeader};
-pub use unpack::{UnpackTarget, unpack_layer};
+pub use unpack::{UnpackTarget, unpack_file, unpack_layer};

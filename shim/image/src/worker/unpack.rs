@@ -12,6 +12,7 @@ use super::protocol::{Job, JobError, JobFigures};
 use super::{Launch, Supervision, UnpackError, WorkerEnd, WorkerError, WorkerStreams};
 use crate::budget::{Budget, BudgetError};
 use crate::layer::decompress::{SHORT_MAGIC_BYTES, is_compressed};
+use crate::layer::file_tar::FileTar;
 use crate::layer::index::MIN_INDEX_BYTES;
 use crate::layer::ingest::{FIXED_MEMORY, LayerError, LayerLimits};
 use crate::layer::{BLOCK, PIECE};
@@ -66,8 +67,34 @@ pub fn unpack_layer(
         |error| if cancel.is_cancelled() { BudgetError::Cancelled.into() } else { UnpackError::Source(error) },
     )?;
     let compressed = is_compressed(&start);
+    let source = io::Cursor::new(start).chain(source);
+    unpack_stream(launch, source, compressed, target, limits, budget)
+}
+
+/// Unpacks a file of an artifact as a layer with one file. The digest that it returns is that of the file. Both files are synced at
+/// the end.
+pub fn unpack_file(
+    launch: Launch<'_>,
+    mut file: FileTar<impl Read>,
+    target: UnpackTarget<'_>,
+    limits: LayerLimits,
+    budget: &mut Budget,
+) -> Result<UnpackedLayer, UnpackError> {
+    budget.charge(FIXED_MEMORY)?;
+    let unpacked = unpack_stream(launch, &mut file, false, target, limits, budget)?;
+    Ok(UnpackedLayer { digest: file.content_digest(), ..unpacked })
+}
+
+fn unpack_stream(
+    launch: Launch<'_>,
+    source: impl Read,
+    compressed: bool,
+    target: UnpackTarget<'_>,
+    limits: LayerLimits,
+    budget: &mut Budget,
+) -> Result<UnpackedLayer, UnpackError> {
     let work = Supervision::new(launch, budget);
-    let source = WaitingReader { source: io::Cursor::new(start).chain(source), work: &work };
+    let source = WaitingReader { source, work: &work };
     let ends = run_workers(&work, source, compressed, target, limits)?;
     let (digest, diff_id, figures) = ends.into_result(&work, limits)?;
     let entries = check_figures(&figures, target, limits, work.budget().limit())?;

@@ -6,6 +6,7 @@ mod common;
 mod cost;
 mod crash;
 mod disk_full;
+mod file_artifact;
 mod hostile;
 mod possession;
 mod registry;

@@ -2,7 +2,7 @@
 //! The input of `read` is untrusted.
 
 use nacelle_base::json;
-use nacelle_image::{ArtifactKind, Reference};
+use nacelle_image::{ArtifactKind, Reference, VM_ARTIFACT_TYPE};
 use nacelle_keeper::qcow2::MAX_SIZE;
 use nacelle_keeper::{HotplugDisk, parse_hotplug_list};
 use nacelle_model::digest::{Digest, ImageId};
@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 
 /// The media types of VM artifacts.
 pub static VM_ARTIFACT: ArtifactKind = ArtifactKind {
-    artifact: "application/vnd.nacelle.machine.v1",
+    artifact: VM_ARTIFACT_TYPE,
     config: "application/vnd.nacelle.machine.config.v1+json",
     layer: "application/vnd.nacelle.machine.file.v1+zstd",
 };

@@ -119,6 +119,42 @@ pub fn image(tars: &[(Vec<u8>, Packing)]) -> Image {
     image
 }
 
+/// The configuration of most artifacts.
+pub const EMPTY_CONFIG: &str = "application/vnd.oci.empty.v1+json";
+
+/// Builds an artifact of these files (annotations, content), with an artifact type unless it is empty.
+pub fn artifact(artifact_type: &str, config_type: &str, files: &[(serde_json::Value, &[u8])]) -> Image {
+    let mut image = Image::default();
+    let mut layers = Vec::new();
+    for (annotations, content) in files {
+        layers.push(serde_json::json!({
+            "mediaType": "application/vnd.example.file", "digest": digest(content), "size": content.len(),
+            "annotations": annotations,
+        }));
+        image.layers.push(digest(content));
+        image.blobs.insert(digest(content), content.to_vec());
+    }
+    let mut manifest = serde_json::json!({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": {"mediaType": config_type, "digest": digest(b"{}"), "size": 2},
+        "layers": layers,
+    });
+    if !artifact_type.is_empty() {
+        manifest["artifactType"] = artifact_type.into();
+    }
+    let manifest = serde_json::to_vec(&manifest).unwrap();
+    image.config = digest(b"{}");
+    image.manifest = digest(&manifest);
+    image.blobs.insert(digest(b"{}"), b"{}".to_vec());
+    image.blobs.insert(digest(&manifest), manifest);
+    image
+}
+
+/// Returns the annotations of a file with this title.
+pub fn title(text: &str) -> serde_json::Value {
+    serde_json::json!({"org.opencontainers.image.title": text})
+}
+
 /// Writes an OCI layout of one image.
 pub fn write_layout(image: &Image, directory: &Path, name: &str) {
     let blobs = directory.join("blobs/sha256");
