@@ -12,6 +12,8 @@ use tokio::sync::{Mutex, watch};
 
 /// The most that is buffered between a process and a slow connection, in bytes.
 const BUFFER: usize = 64 << 10;
+/// The character that ends the input of a terminal (VEOF in termios(3)), unless a program has changed it.
+const END_OF_INPUT: u8 = 4;
 
 #[derive(Debug)]
 struct Inner {
@@ -64,6 +66,13 @@ impl StdioChannel {
             _ = newer.changed() => Ok(()),
             result = copy_input(&mut inner, &mut connection, close) => result,
         }
+    }
+}
+
+async fn drop_output(channel: Option<&StdioChannel>) -> io::Result<()> {
+    match channel {
+        Some(channel) => channel.send_output(tokio::io::sink()).await,
+        None => Ok(()),
     }
 }
 
@@ -147,6 +156,32 @@ impl Stdio {
             stderr: None,
             terminal: Some(master),
         })
+    }
+
+    /// Returns whether each stream has had a connection.
+    pub fn was_connected(&self) -> bool {
+        let channels = [&self.stdin, &self.stdout, &self.stderr];
+        channels.into_iter().flatten().all(|channel| *channel.newest.borrow() > 0)
+    }
+
+    /// Ends the input, and reads and drops the output until the process and its children have closed it.
+    pub async fn discard(&self) {
+        let (input, stdout, stderr) =
+            tokio::join!(self.end_input(), drop_output(self.stdout.as_ref()), drop_output(self.stderr.as_ref()));
+        for error in [input, stdout, stderr].into_iter().filter_map(Result::err) {
+            // A process that does not read its input any more may run on all the same.
+            tracing::debug!(%error, "a stream of a process without a client failed");
+        }
+    }
+
+    /// Ends the input after what its last connection has sent. A program with a terminal, which cannot be closed, gets the
+    /// character that a user would type.
+    pub async fn end_input(&self) -> io::Result<()> {
+        match (&self.stdin, &self.terminal) {
+            (None, _) => Ok(()),
+            (Some(channel), None) => channel.copy_input(tokio::io::empty(), true).await,
+            (Some(channel), Some(_)) => channel.copy_input(&[END_OF_INPUT][..], false).await,
+        }
     }
 
     /// Makes pipes that belong to the process's user, so that it may open /dev/stdout. Returns also the process's ends.
@@ -247,6 +282,60 @@ mod tests {
             let mut all = String::new();
             File::from(theirs).read_to_string(&mut all).unwrap();
             assert_eq!(all, "to you");
+        });
+    }
+
+    #[test]
+    fn the_end_of_input_replaces_a_connection_that_is_still_open() {
+        runtime().block_on(async {
+            let (theirs, ours) = nix::unistd::pipe().unwrap();
+            let stdio = Stdio { stdin: Some(StdioChannel::new(ours).unwrap()), ..Stdio::default() };
+            assert!(!stdio.was_connected());
+            let (mut near, far) = duplex(64);
+            near.write_all(b"typed").await.unwrap();
+            let channel = stdio.stdin.as_ref().unwrap();
+            let ended = async {
+                // The connection is first.
+                tokio::task::yield_now().await;
+                assert!(stdio.was_connected());
+                stdio.end_input().await
+            };
+            let (older, ended) = tokio::join!(channel.copy_input(far, true), ended);
+            older.unwrap();
+            ended.unwrap();
+            let mut all = String::new();
+            File::from(theirs).read_to_string(&mut all).unwrap();
+            assert_eq!(all, "typed");
+        });
+    }
+
+    #[test]
+    fn output_without_a_client_is_dropped_to_its_end() {
+        runtime().block_on(async {
+            let (uid, gid) = (nix::unistd::getuid().as_raw(), nix::unistd::getgid().as_raw());
+            let (stdio, theirs) = Stdio::pipes(true, uid, gid).unwrap();
+            let writer = tokio::task::spawn_blocking(move || {
+                let mut files: Vec<File> = theirs.into_iter().map(File::from).collect();
+                let mut input = String::new();
+                files[0].read_to_string(&mut input).unwrap();
+                // More than a pipe holds.
+                files[1].write_all(&[1; 1 << 20]).unwrap();
+                files[2].write_all(&[2; 1 << 20]).unwrap();
+                input
+            });
+            stdio.discard().await;
+            assert_eq!(writer.await.unwrap(), "");
+        });
+    }
+
+    #[test]
+    fn a_terminal_without_a_client_reads_the_end_of_its_input() {
+        runtime().block_on(async {
+            let terminal = nix::pty::openpty(None, None).unwrap();
+            let stdio = Stdio::of_terminal(terminal.master, true).unwrap();
+            stdio.end_input().await.unwrap();
+            let mut all = String::new();
+            assert_eq!(File::from(terminal.slave).read_to_string(&mut all).unwrap(), 0);
         });
     }
 

@@ -1,8 +1,9 @@
-//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, update, resize, remove.
+//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, abandon, update, resize, remove.
 //!
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes. This layer does not know gRPC.
 
+mod abandon;
 pub mod anonymous_volumes;
 mod create;
 pub mod devices;

@@ -7,6 +7,7 @@ use nacelle_proto::agent::Exit;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -71,6 +72,12 @@ impl ContainerProcess {
             Some(Err(error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
             Some(result) => result,
         }
+    }
+
+    /// Ends the input and drops the output, in the background, until the process and its children have closed the streams.
+    pub(super) fn discard_streams(self: &Arc<Self>) {
+        let process = Arc::clone(self);
+        tokio::spawn(async move { process.stdio.discard().await });
     }
 
     /// Records the end of the process. `status` is the wait status of waitpid(2).

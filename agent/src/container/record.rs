@@ -41,12 +41,19 @@ pub(super) struct ExecEntry {
     pub process: OnceCell<Arc<ContainerProcess>>,
     /// Whether SIGKILL was requested, perhaps before the process was made.
     pub killed: AtomicBool,
+    /// Whether the exec runs without a client.
+    pub abandoned: AtomicBool,
 }
 
 impl ExecEntry {
     /// An exec without a process.
     pub fn new(sequence: u64) -> ExecEntry {
-        ExecEntry { sequence, process: OnceCell::new(), killed: AtomicBool::new(false) }
+        ExecEntry {
+            sequence,
+            process: OnceCell::new(),
+            killed: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
+        }
     }
 
     /// Whether no process of the exec runs or will run.

@@ -3,9 +3,10 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest, DetachDeviceRequest,
-    DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, ListContainersResponse, MemoryRange,
-    RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
+    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
+    ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest,
+    WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -192,6 +193,11 @@ impl Agent for AgentService {
         };
         run_to_end(Arc::clone(&self.pod).start_exec(options)).await?;
         Ok(Response::new(Empty {}))
+    }
+
+    async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
+        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        run_blocking(move || pod.abandon_exec(&request.id, &request.exec_id)).await
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {

@@ -53,11 +53,31 @@ impl Crictl {
 
     /// Runs crictl in a terminal of 77 columns and 33 rows without input.
     pub fn call_in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> ProgramOutput {
+        run(&mut self.command_in_terminal(arguments))
+    }
+
+    fn command_in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let command = self.command(arguments);
         let words = [command.get_program()].into_iter().chain(command.get_args());
         let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
         let line = format!("stty cols 77 rows 33; HOME={} exec {}", self.directory.display(), quoted.join(" "));
-        run(Command::new("script").args(["-qec", &line, "/dev/null"]))
+        let mut command = Command::new("script");
+        command.args(["-qec", &line, "/dev/null"]);
+        command
+    }
+
+    /// Starts crictl in a terminal of 77 columns and 33 rows, and does not wait for it. Its input is a pipe.
+    pub fn spawn_in_terminal<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
+        let mut command = self.command_in_terminal(arguments);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(self.open_stderr_file());
+        command.spawn().expect("script is installed")
+    }
+
+    /// Like [`spawn`](Self::spawn), with a pipe as its input.
+    pub fn spawn_with_input<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Child {
+        let mut command = self.command(arguments);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(self.open_stderr_file());
+        command.spawn().expect("crictl can be started")
     }
 
     /// Runs crictl and returns its output.

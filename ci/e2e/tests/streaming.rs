@@ -4,6 +4,9 @@ use nacelle_e2e::run::run_with_input;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::json;
 use sha2::{Digest, Sha256};
+use std::io::Write;
+use std::process::Child;
+use std::time::Duration;
 
 /// Ends when the terminal has the size of crictl's, or after some minutes.
 const WAIT_FOR_SIZE: &str =
@@ -45,24 +48,67 @@ fn execs_have_streams_exit_codes_and_terminals() {
     pod.remove();
 }
 
-#[test]
-fn an_exec_is_killed_when_its_client_disconnects() {
-    let node = TestNode::new();
-    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
-    let pod = node.crictl.run_pod(PodRequest::new("ends", node.directory()));
-    let container = pod.start(ContainerRequest::sh("one", &image, "sleep 600"));
-    let mut client = node.crictl.spawn(["exec", &container.id, "/bin/sleep", "333"]);
-    eventually("the command runs", || container.exec("ps").ok().contains("sleep 333").then_some(()));
+/// Ends crictl as a user does who closes the window: nothing is sent any more.
+fn disconnect(mut client: Child) {
     client.kill().unwrap();
     client.wait().unwrap();
-    eventually("the command is gone", || (!container.exec("ps").ok().contains("sleep 333")).then_some(()));
+}
 
-    node.crictl.call(["stop", "--timeout", "0", &container.id]);
-    let stopped = node.crictl.call_with_input(["exec", &container.id, "/bin/true"], b"").err();
+#[test]
+fn an_exec_runs_on_when_its_client_disconnects() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod_request = |node: &TestNode| PodRequest::new("ends", node.directory());
+    let (pod_id, id) = {
+        let pod = node.crictl.run_pod(pod_request(&node));
+        (pod.id.clone(), pod.start(ContainerRequest::sh("one", &image, "sleep 600")).id.clone())
+    };
+    let exec = |node: &TestNode, script: &str| {
+        node.crictl.try_call(["exec", "--sync", &id, "/bin/sh", "-c", script]).stdout.trim().to_owned()
+    };
+
+    // It reads to the end of its input, and then writes more than all pipes on the way hold.
+    let script = "cat >/tmp/input; seq 1 200000; seq 1 200000 >&2; wc -c </tmp/input >/tmp/done";
+    let mut client = node.crictl.spawn_with_input(["exec", "-i", &id, "/bin/sh", "-c", script]);
+    client.stdin.as_mut().unwrap().write_all(b"typed").unwrap();
+    eventually("the command has read its input", || (exec(&node, "cat /tmp/input") == "typed").then_some(()));
+    assert_eq!(exec(&node, "cat /tmp/done"), "");
+    disconnect(client);
+    eventually("the command has ended by itself", || (exec(&node, "cat /tmp/done") == "5").then_some(()));
+
+    // A shell in a terminal reads the end of its input at the prompt.
+    let mut client = node.crictl.spawn_in_terminal(["exec", "-it", &id, "/bin/sh"]);
+    client.stdin.as_mut().unwrap().write_all(b"echo $$ >/tmp/shell\n").unwrap();
+    let shell = eventually("the shell runs", || Some(exec(&node, "cat /tmp/shell")).filter(|pid| !pid.is_empty()));
+    std::thread::sleep(Duration::from_millis(500)); // until it reads again
+    disconnect(client);
+    let lives = format!("test -e /proc/{shell} && echo lives");
+    eventually("the shell has ended", || exec(&node, &lives).is_empty().then_some(()));
+
+    // The daemon is a client as well.
+    let script = "while [ ! -e /tmp/go ]; do sleep 0.1; done; echo went >/tmp/later";
+    let client = node.crictl.spawn(["exec", &id, "/bin/sh", "-c", script]);
+    eventually("the command runs", || exec(&node, "ps").contains("/tmp/later").then_some(()));
+    node.kill();
+    disconnect(client);
+    node.start();
+    exec(&node, "touch /tmp/go");
+    eventually("the command has gone on", || (exec(&node, "cat /tmp/later") == "went").then_some(()));
+
+    // One that never ends ends with its container.
+    let client = node.crictl.spawn(["exec", &id, "/bin/sleep", "333"]);
+    eventually("the command runs", || exec(&node, "ps").contains("sleep 333").then_some(()));
+    disconnect(client);
+    let killed = node.crictl.try_call(["exec", "--sync", "--timeout", "1", &id, "/bin/sleep", "444"]);
+    assert_ne!(killed.code, 0);
+    eventually("the command of ExecSync is gone", || (!exec(&node, "ps").contains("sleep 444")).then_some(()));
+    assert!(exec(&node, "ps").contains("sleep 333"));
+    node.crictl.call(["stop", "--timeout", "0", &id]);
+    let stopped = node.crictl.call_with_input(["exec", &id, "/bin/true"], b"").err();
     assert!(stopped.contains("FailedPrecondition"), "{stopped}");
     let unknown = node.crictl.call_with_input(["exec", "0123456789ab", "/bin/true"], b"").err();
     assert!(unknown.contains("NotFound") || unknown.contains("not found"), "{unknown}");
-    pod.remove();
+    node.crictl.pod_handle(&pod_id, pod_request(&node)).remove();
 }
 
 #[test]

@@ -6,9 +6,10 @@ use crate::vm_manager::VmManager;
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest, DetachDeviceRequest,
-    DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, ListContainersResponse, RenewRequest,
-    SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
+    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
+    ListContainersResponse, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
+    WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -119,6 +120,12 @@ impl Agent for KeeperService {
             return unsupported("give a command a terminal or input", hint);
         }
         empty_response(self.manager.start_command(&id, exec_id, args))
+    }
+
+    // What a command of a machine pod does for its client ends with the client.
+    async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
+        let AbandonExecRequest { id, exec_id } = request.into_inner();
+        empty_response(self.manager.abandon(&id, exec_id))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {

@@ -182,6 +182,12 @@ impl Agent {
         self.call("start the command", self.limit, self.rpc.clone().exec(request)).await.map(drop)
     }
 
+    /// Lets an exec run on without a client.
+    pub async fn abandon_exec(&self, id: &str, exec_id: &str) -> Result<(), PodError> {
+        let request = proto::AbandonExecRequest { id: id.to_owned(), exec_id: exec_id.to_owned() };
+        self.call("leave the command to itself", self.limit, self.rpc.clone().abandon_exec(request)).await.map(drop)
+    }
+
     /// Changes the limits of a container.
     pub async fn update_container(&self, request: common::UpdateContainerRequest) -> Result<(), PodError> {
         self.call("change the limits of the container", self.limit, self.rpc.clone().update_container(request))

@@ -1,5 +1,5 @@
-//! Runs commands in containers: to their end with their output in memory, or with streams that the client connects. A
-//! command is killed when its caller no longer waits for it.
+//! Runs commands in containers: to their end with their output in memory, or with streams that the client connects. When its caller no
+//! longer waits, a command of the first kind is killed, and one of the second kind runs on in the guest by itself.
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
@@ -17,12 +17,13 @@ use tonic::Status;
 const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
 
-/// A running command. Dropping this value kills the command if it still runs.
+/// A running command. Dropping this value kills the command, unless it has ended or was abandoned.
 pub struct ExecProcess {
     agent: Agent,
     id: String,
     exec_id: String,
-    has_exited: bool,
+    /// The command has ended, or runs on by itself.
+    is_released: bool,
 }
 
 impl ExecProcess {
@@ -38,7 +39,7 @@ impl ExecProcess {
         let exec_id = format!("exec-{}", NEXT_ID.fetch_add(1, Ordering::Relaxed));
         let request =
             proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
-        let running = ExecProcess { agent, id, exec_id, has_exited: false };
+        let running = ExecProcess { agent, id, exec_id, is_released: false };
         running.agent.exec(request).await?;
         Ok(running)
     }
@@ -52,27 +53,38 @@ impl ExecProcess {
     async fn wait_for_exit(&mut self) -> Result<GuestExit, PodError> {
         loop {
             if let Some(exit) = self.agent.wait(&self.id, &self.exec_id).await? {
-                self.has_exited = true;
+                self.is_released = true;
                 return Ok(exit);
             }
         }
     }
 
-    /// Waits for the end of the command and reports it; kills the command if the receiver is gone.
+    /// Waits for the end of the command and reports it. If the receiver is gone, the command runs on without a client; this process
+    /// keeps nothing of it.
     pub async fn forward_exit(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
         let ended = tokio::select! {
             ended = self.wait_for_exit() => ended,
-            () = events.closed() => return,
+            () = events.closed() => return self.abandon().await,
         };
         let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Exited(exit.code)) });
         // The client may have disconnected.
         let _ = events.send(event.map_err(|error| crate::codes::status(&error))).await;
     }
+
+    /// Leaves the command to the agent. If the agent does not take it, the command is killed.
+    async fn abandon(mut self) {
+        match self.agent.abandon_exec(&self.id, &self.exec_id).await {
+            Ok(()) => self.is_released = true,
+            Err(error) => {
+                tracing::warn!(error = %nacelle_base::Chain(&error), "killing a command whose client disconnected");
+            }
+        }
+    }
 }
 
 impl Drop for ExecProcess {
     fn drop(&mut self) {
-        if !self.has_exited {
+        if !self.is_released {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
             tokio::spawn(async move {
                 // The exec request may still be in flight: an agent that receives the signal first does not start the command.

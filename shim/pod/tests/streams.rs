@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::agent::RpcFault;
 use common::{LIMIT, PodFixture, kind};
 use nacelle_base::FailureKind;
 use nacelle_pod::client::PodClient;
@@ -52,16 +53,23 @@ async fn a_command_has_streams_of_any_length_and_a_code() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_abandoned_command_is_killed() {
+async fn an_abandoned_command_is_left_to_the_agent() {
     let (fixture, client) = PodFixture::ready().await;
     fixture.run(&client, "c", "hold").await;
-    let exec = client.exec(command("c", "stubborn")).await.unwrap();
-    drop(exec);
-    let deadline = Instant::now() + LIMIT;
-    while fixture.agent.calls_of("signal 9") == 0 {
-        assert!(Instant::now() < deadline, "the command was not killed");
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
+    let until_called = async |call: &str| {
+        let deadline = Instant::now() + LIMIT;
+        while fixture.agent.calls_of(call) == 0 {
+            assert!(Instant::now() < deadline, "{call} was not called");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    drop(client.exec(command("c", "stubborn")).await.unwrap());
+    until_called("abandon_exec").await;
+    assert_eq!(fixture.agent.calls_of("signal 9"), 0);
+    // If the agent does not take it, it is killed.
+    fixture.agent.fault("abandon_exec", RpcFault::Refuse(tonic::Code::Internal, "no".to_owned()));
+    drop(client.exec(command("c", "stubborn")).await.unwrap());
+    until_called("signal 9").await;
     client.stop(GRACE).await.unwrap();
     fixture.end().await;
 }

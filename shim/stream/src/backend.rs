@@ -50,7 +50,7 @@ pub struct TerminalSize {
 /// The exit code of a process.
 pub type ExitStatus<E> = Pin<Box<dyn Future<Output = Result<i32, E>> + Send>>;
 
-/// A process with open streams. Dropping `end` abandons the process: a command is killed.
+/// A process with open streams. Dropping it abandons the process, which continues: its input ends and its output is dropped.
 pub struct ProcessStreams<E> {
     /// The process's name in its container; empty for the container's first process.
     pub exec_id: String,

@@ -193,7 +193,7 @@ pub(crate) async fn accept_streams(
     })
 }
 
-/// Serves a session until its process ends or the client disconnects, which kills a command.
+/// Serves a session until its process ends or the client disconnects. A command continues without its client.
 pub(crate) async fn serve_session<G: StreamBackend>(
     backend: &G,
     session: &CommandSession,

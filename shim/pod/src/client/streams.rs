@@ -86,7 +86,7 @@ pub struct Offer {
     _stream: UnixStream,
 }
 
-/// A running command. Dropping this value kills the command.
+/// A running command. Dropping this value leaves the command to itself; it is killed if not all of its streams were opened.
 #[derive(Debug)]
 pub struct RunningExec {
     /// The id of the exec in its container.

@@ -273,6 +273,11 @@ impl Agent for Service {
         empty()
     }
 
+    async fn abandon_exec(&self, _: Request<proto::AbandonExecRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("abandon_exec").await?;
+        empty()
+    }
+
     async fn wait(&self, request: Request<proto::WaitRequest>) -> RpcResult<proto::WaitResponse> {
         self.apply_fault("wait").await?;
         let request = request.into_inner();
