@@ -4,6 +4,7 @@ use nacelle_e2e::node::{NodeOptions, engine};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -383,11 +384,31 @@ fn devices_have_the_requested_permissions() {
         assert_eq!(privileged.exec("stat -c '%t %T' /dev/kmsg").ok(), "1 b");
         privileged.exec("test -c /dev/pts/ptmx && test -c /dev/ptmx && echo x >/dev/null").ok();
     } else {
-        for host in ["/dev/kmsg", "/dev/zero"] {
+        for host in ["/dev/kmsg", "/dev/kvm", "/dev"] {
             let none = refused(host);
             assert!(none.contains("Unimplemented") && none.contains(host), "{none}");
         }
     }
+    // By number: a device plugin may use a path of its own. In a VM they are the guest's.
+    let names = ["null", "zero", "full", "random", "urandom", "tty"];
+    let links: Vec<_> = names.iter().map(|name| node.directory().join(format!("the-{name}"))).collect();
+    let requested = names.iter().zip(&links).map(|(name, link)| {
+        std::os::unix::fs::symlink(format!("/dev/{name}"), link).expect("the node's directory is writable");
+        device(&link.display().to_string(), &format!("/dev/my/{name}"), "rw")
+    });
+    let requested: Vec<Value> = requested.chain([device("/dev/null", "/dev/null", "rw")]).collect();
+    let container = pod.start(with("linked", json!(requested)));
+    let numbers = container.exec("cd /dev/my; stat -c '%n %t %T' *; stat -c '%t %T' /dev/null").ok();
+    assert_eq!(numbers, "full 1 7\nnull 1 3\nrandom 1 8\ntty 5 0\nurandom 1 9\nzero 1 5\n1 3");
+    let modes: Vec<String> = ["full", "zero"]
+        .iter()
+        .map(|name| format!("{:o}", fs::metadata(format!("/dev/{name}")).expect("the node has it").mode() & 0o777))
+        .collect();
+    assert_eq!(container.exec("stat -c %a /dev/my/full /dev/my/zero").ok(), modes.join("\n"));
+    assert_eq!(
+        container.exec("head -c 3 /dev/my/zero | wc -c; echo x >/dev/my/null && echo written").ok(),
+        "3\nwritten"
+    );
     pod.remove();
 }
 
@@ -406,13 +427,21 @@ fn cdi_devices_apply_their_specifications() {
         "additionalGids": [4444],
     });
     let kmsg = json!({"deviceNodes": [{"path": "/dev/kmsg"}]});
+    let nic = json!({"netDevices": [{"hostInterfaceName": "eth7", "name": "a"}]});
     let hooked = json!({"hooks": [{"hookName": "createContainer", "path": "/bin/true"}]});
-    let devices: Vec<Value> = [("driver", edits), ("kmsg", kmsg), ("hooked", hooked)]
+    let devices: Vec<Value> = [("driver", edits), ("kmsg", kmsg), ("hooked", hooked), ("nic", nic)]
         .into_iter()
         .map(|(name, edits)| json!({"name": name, "containerEdits": edits}))
         .collect();
-    let spec = json!({"cdiVersion": "0.6.0", "kind": "nacelle.test/thing", "devices": devices});
+    let spec = json!({"cdiVersion": "1.1.0", "kind": "nacelle.test/thing", "devices": devices});
     fs::write(directory.path().join("thing.json"), spec.to_string()).expect("the directory is ours");
+    // As the Go library writes them.
+    let yaml = "---\ncdiVersion: 0.7.0\nkind: nacelle.test/node\ndevices:\n    - name: \"0\"\n      containerEdits:\n        \
+                deviceNodes:\n            - path: /dev/one\n              hostPath: /dev/zero\n              fileMode: 416\n              \
+                permissions: rw\n              uid: 1000\n              gid: 44\n            - path: /dev/two\n              \
+                type: c\n              major: 1\n              minor: 7\n              permissions: none\n            - path: \
+                /dev/three\n              type: p\ncontainerEdits:\n    env:\n        - CDI_NODES=yes\n";
+    fs::write(directory.path().join("node.yaml"), yaml).expect("the directory is ours");
     let pod = node.crictl.run_pod(PodRequest::new("cdi", node.directory()));
     let with = |name: &str| {
         let device = json!([{"name": format!("nacelle.test/thing={name}")}]);
@@ -423,7 +452,8 @@ fn cdi_devices_apply_their_specifications() {
         assert!(refused.contains(code) && refused.contains(word), "{name}: {refused}");
     };
     refuse("none", "InvalidArgument", "nacelle.test/thing=none");
-    refuse("hooked", "Unimplemented", "hooks");
+    refuse("hooked", "Unimplemented", "the createContainer hook");
+    refuse("nic", "Unimplemented", "eth7");
     if engine() != "host" {
         refuse("kmsg", "Unimplemented", "/dev/kmsg");
     }
@@ -436,6 +466,13 @@ fn cdi_devices_apply_their_specifications() {
     let lines: Vec<&str> = output.lines().collect();
     assert_eq!(lines[..2], ["a=b", "of the driver"], "{output}");
     assert!(lines[2].split(' ').any(|group| group == "4444") && output.contains("Read-only"), "{output}");
+    let nodes = with("driver").set("CDI_devices", json!([{"name": "nacelle.test/node=0"}]));
+    let container = pod.start(nodes.set("metadata", json!({"name": "nodes", "attempt": 0})));
+    let format =
+        "stat -c '%n %F %a %u %g %t %T' /dev/one /dev/two /dev/three; echo $CDI_NODES; head -c 2 /dev/one | wc -c";
+    let expected = "/dev/one character special file 640 1000 44 1 5\n/dev/two character special file 666 0 0 1 7\n\
+                    /dev/three fifo 666 0 0 0 0\nyes\n2";
+    assert_eq!(container.exec(format).ok(), expected);
     pod.remove();
 }
 

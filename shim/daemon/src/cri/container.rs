@@ -2,7 +2,7 @@
 
 use super::Cri;
 use super::convert::{
-    Profiles, apply_cdi_edits, cdi_names, check_guest_volumes, container_config, container_label, report,
+    NodeParts, apply_cdi_edits, cdi_names, check_guest_volumes, container_config, container_label, report,
     requested_apparmor, resources_change, seccomp_profile,
 };
 use super::sandbox::required;
@@ -31,11 +31,12 @@ impl Cri {
         mut request: cri::CreateContainerRequest,
     ) -> Result<cri::CreateContainerResponse, Status> {
         let names = request.config.as_ref().map(cdi_names).unwrap_or_default();
+        let mut devices = Vec::new();
         if let Some(config) = request.config.as_mut().filter(|_| !names.is_empty()) {
             let directories = self.node.services().config.sandbox.cdi_dirs.clone();
             // As with seccomp profiles, the container gets the present contents of the files.
             let found = run_blocking("find the CDI devices", move || cdi::find_edits(&names, &directories)).await;
-            apply_cdi_edits(config, found.map_err(status)?.map_err(status)?);
+            devices = apply_cdi_edits(config, found.map_err(status)?.map_err(status)?);
         }
         let pod = required("pod_sandbox_id", &request.pod_sandbox_id)?;
         let seccomp = match seccomp_profile(request.config.as_ref()).map_err(status)? {
@@ -56,8 +57,8 @@ impl Cri {
                 run_blocking("select the AppArmor profile", select).await.map_err(status)?.map_err(status)?
             }
         };
-        let profiles = Profiles { seccomp, apparmor };
-        let config = container_config(request.config.as_ref(), profiles, node, users).map_err(status)?;
+        let parts = NodeParts { seccomp, apparmor, devices };
+        let config = container_config(request.config.as_ref(), parts, node, users).map_err(status)?;
         container_label(request.config.as_ref(), !guest && self.selinux).map_err(status)?;
         if let Some(machine) = view.pod.config.kind.machine() {
             check_container(machine, &config).map_err(status)?;

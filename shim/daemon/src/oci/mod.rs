@@ -13,6 +13,7 @@ pub use volumes::anonymous_volumes;
 use nacelle_base::{Classify, FailureKind};
 use nacelle_image::ImageConfig;
 use nacelle_model::container::ContainerConfig;
+use nacelle_model::device::DeviceFileKind;
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_model::pod::PodConfig;
 use nacelle_model::resources::{NO_HUGEPAGE_LIMIT, Resources, UNLIMITED};
@@ -77,8 +78,8 @@ impl Classify for OciError {
 pub struct DeviceNode {
     /// The path.
     pub path: String,
-    /// A block device; otherwise a character device.
-    pub block: bool,
+    /// The kind.
+    pub kind: DeviceFileKind,
     /// The major number.
     pub major: u64,
     /// The minor number.
@@ -89,13 +90,23 @@ pub struct DeviceNode {
     pub uid: u32,
     /// The owner's group id.
     pub gid: u32,
-    /// The allowed access: any of "r", "w" and "m".
+    /// The allowed access: any of "r", "w" and "m"; empty for none.
     pub access: String,
 }
 
 impl DeviceNode {
+    /// Returns the kind as the specification spells it.
     fn kind(&self) -> &'static str {
-        if self.block { "b" } else { "c" }
+        match self.kind {
+            DeviceFileKind::Block => "b",
+            DeviceFileKind::Character => "c",
+            DeviceFileKind::Fifo => "p",
+        }
+    }
+
+    /// Returns whether the device has a rule in the cgroup.
+    fn has_rule(&self) -> bool {
+        self.kind != DeviceFileKind::Fifo && !self.access.is_empty()
     }
 }
 
@@ -358,7 +369,7 @@ fn resources(requested: &Resources, privileged: bool, devices: &[DeviceNode]) ->
         let mut list = vec![json!({ "allow": false, "access": "rwm" })];
         list.extend([3, 5, 7, 8, 9].map(|minor| device(1, Some(minor))));
         list.extend([device(5, Some(0)), device(5, Some(2)), device(136, None)]);
-        list.extend(devices.iter().map(rule));
+        list.extend(devices.iter().filter(|node| node.has_rule()).map(rule));
         Value::Array(list)
     };
     resources.insert("devices".into(), devices);
@@ -512,7 +523,7 @@ mod tests {
         let config = (*container(1, 1).config).clone();
         let disk = DeviceNode {
             path: "/dev/disk".into(),
-            block: true,
+            kind: DeviceFileKind::Block,
             major: 8,
             minor: 1,
             mode: 0o660,
@@ -520,16 +531,21 @@ mod tests {
             gid: 6,
             access: "r".into(),
         };
-        let spec = spec(&pod(1).config, &config, &image(), "6.12.0", &[disk], &[]).unwrap();
+        let closed = DeviceNode { path: "/dev/closed".into(), access: String::new(), ..disk.clone() };
+        let pipe =
+            DeviceNode { path: "/dev/pipe".into(), kind: DeviceFileKind::Fifo, major: 0, minor: 0, ..disk.clone() };
+        let spec = spec(&pod(1).config, &config, &image(), "6.12.0", &[closed, pipe, disk], &[]).unwrap();
         let linux = serde_json::from_slice::<Value>(&spec).unwrap()["linux"].clone();
         let device = json!({
             "path": "/dev/disk", "type": "b", "major": 8, "minor": 1, "fileMode": 0o660, "uid": 0, "gid": 6,
         });
-        assert_eq!(linux["devices"], json!([device]));
+        assert_eq!((&linux["devices"][1]["type"], &linux["devices"][2]), (&json!("p"), &device));
+        assert_eq!(linux["devices"][0]["path"], "/dev/closed");
         let rules = linux["resources"]["devices"].as_array().unwrap();
         assert_eq!(rules[0], json!({ "allow": false, "access": "rwm" }));
         let last = json!({ "allow": true, "type": "b", "major": 8, "minor": 1, "access": "r" });
         assert_eq!(rules.last(), Some(&last));
+        assert!(rules[..rules.len() - 1].iter().all(|rule| rule["major"] != 8 && rule["type"] != "p"), "{rules:?}");
     }
 
     #[test]

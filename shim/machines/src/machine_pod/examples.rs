@@ -75,6 +75,7 @@ fn check_container_request(machine: &MachinePod, pod: &Value) {
         container_path: text(&device["devicePath"]),
         host_path: "/dev/x".into(),
         permissions: "mrw".into(),
+        ..DeviceRequest::default()
     };
     config.resources.cpuset_cpus = "0-63".into();
     config.devices = list(container, "volumeDevices").iter().map(device).collect();

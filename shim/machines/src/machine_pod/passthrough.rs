@@ -235,6 +235,7 @@ mod tests {
             host_path: (*path).to_owned(),
             container_path: (*path).to_owned(),
             permissions: "rwm".to_owned(),
+            ..DeviceRequest::default()
         };
         paths.iter().map(device).collect()
     }

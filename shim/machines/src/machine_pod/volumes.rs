@@ -355,6 +355,7 @@ mod tests {
             container_path: "/dev/nacelle/data".into(),
             host_path: "/dev/x".into(),
             permissions: (*permissions).into(),
+            ..DeviceRequest::default()
         };
         config.devices = devices.iter().map(device).collect();
         config.node_volumes = mounts.to_vec();

@@ -6,6 +6,7 @@ use super::volume::{mount_requests, volumes};
 use super::{FieldError, bad, id_number, name, name_of_image, pairs, users};
 use nacelle_model::capability;
 use nacelle_model::container::ContainerConfig;
+use nacelle_model::device::DeviceRequest;
 use nacelle_model::namespace::{NodeNamespaces, UserNamespace};
 use nacelle_model::seccomp::SeccompProfile;
 use nacelle_model::security::{Capabilities, PidMode, RunAs, SeccompPolicy};
@@ -25,20 +26,22 @@ pub fn seccomp_profile(config: Option<&cri::ContainerConfig>) -> Result<Option<P
     }
 }
 
-/// The profiles of the node that confine a container.
+/// What a container's configuration refers to on the node, as it was found there.
 #[derive(Debug, Default)]
-pub struct Profiles {
+pub struct NodeParts {
     /// The contents of the file of [`seccomp_profile`].
     pub seccomp: Option<SeccompProfile>,
     /// The name of a loaded AppArmor profile.
     pub apparmor: Option<String>,
+    /// The devices of [`super::apply_cdi_edits`].
+    pub devices: Vec<DeviceRequest>,
 }
 
 /// Checks and converts a container's configuration. The containers of a pod share its namespaces of the node and its user
 /// namespace.
 pub fn container_config(
     config: Option<&cri::ContainerConfig>,
-    profiles: Profiles,
+    parts: NodeParts,
     node: NodeNamespaces,
     user_namespace: Option<UserNamespace>,
 ) -> Result<ContainerConfig, FieldError> {
@@ -88,11 +91,11 @@ pub fn container_config(
         no_new_privs: security.no_new_privs,
         masked_paths: paths("config.linux.security_context.masked_paths", &security.masked_paths)?,
         readonly_paths: paths("config.linux.security_context.readonly_paths", &security.readonly_paths)?,
-        seccomp: seccomp(&security, profiles.seccomp)?,
-        apparmor: profiles.apparmor,
+        seccomp: seccomp(&security, parts.seccomp)?,
+        apparmor: parts.apparmor,
         volumes,
         node_volumes,
-        devices: devices(&config.devices, user_namespace)?,
+        devices: devices(&config.devices, &parts.devices, user_namespace)?,
     })
 }
 
@@ -294,7 +297,7 @@ mod tests {
         let mut config = sample();
         change(&mut config);
         seccomp_profile(Some(&config))?;
-        container_config(Some(&config), Profiles::default(), NodeNamespaces::default(), None)
+        container_config(Some(&config), NodeParts::default(), NodeNamespaces::default(), None)
     }
 
     fn security(config: &mut cri::ContainerConfig) -> &mut cri::LinuxContainerSecurityContext {
@@ -348,8 +351,8 @@ mod tests {
             change(security(&mut config));
             let path = seccomp_profile(Some(&config)).unwrap();
             let profile = serde_json::from_str(r#"{ "defaultAction": "SCMP_ACT_LOG" }"#).unwrap();
-            let profiles = Profiles { seccomp: path.is_some().then_some(profile), apparmor: None };
-            let config = container_config(Some(&config), profiles, NodeNamespaces::default(), None).unwrap();
+            let parts = NodeParts { seccomp: path.is_some().then_some(profile), ..Default::default() };
+            let config = container_config(Some(&config), parts, NodeNamespaces::default(), None).unwrap();
             (path, matches!(config.seccomp, SeccompPolicy::Localhost(_)))
         };
         fn local(path: &str) -> Option<cri::SecurityProfile> {

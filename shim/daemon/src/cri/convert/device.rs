@@ -1,8 +1,9 @@
 //! Converts CRI's devices into `DeviceRequest`, and adds the edits of CDI devices to a request.
 
 use super::{FieldError, bad, not_yet};
-use crate::cdi::{CdiEdits, MAX_NAMES};
-use nacelle_model::device::DeviceRequest;
+use crate::cdi::{CdiEdits, CdiMount, MAX_NAMES};
+use nacelle_model::device::{DeviceAttributes, DeviceRequest};
+use nacelle_model::mount::Propagation;
 use nacelle_model::namespace::UserNamespace;
 use nacelle_proto::cri;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,21 +15,34 @@ const MAX_DEVICES: usize = 256;
 const CDI_ANNOTATIONS: &str = "cdi.k8s.io/";
 /// The longest path in bytes that Linux accepts in a call.
 const PATH_MAX: usize = 4095;
+/// The rule for permissions.
+const LETTERS: &str = "letters of rwm are needed, each once";
 /// File systems below /dev that each container has for itself.
 const CONTAINER_OWNED: [&str; 3] = ["/dev/pts", "/dev/shm", "/dev/mqueue"];
 
-/// Checks and converts the devices of a container.
-pub fn devices(requested: &[cri::Device], users: Option<UserNamespace>) -> Result<Vec<DeviceRequest>, FieldError> {
-    if requested.len() > MAX_DEVICES {
-        return bad("config.devices", requested.len(), format!("at most {MAX_DEVICES} are allowed"));
+/// Checks and converts the devices of a container. `of_cdi` are those of its CDI devices.
+pub fn devices(
+    requested: &[cri::Device],
+    of_cdi: &[DeviceRequest],
+    users: Option<UserNamespace>,
+) -> Result<Vec<DeviceRequest>, FieldError> {
+    let count = requested.len() + of_cdi.len();
+    if count > MAX_DEVICES {
+        return bad("config.devices", count, format!("at most {MAX_DEVICES} are allowed"));
     }
-    if let (Some(device), Some(_)) = (requested.first(), users) {
+    let converted = requested.iter().map(|device| DeviceRequest {
+        container_path: device.container_path.clone(),
+        host_path: device.host_path.clone(),
+        permissions: device.permissions.clone(),
+        attributes: DeviceAttributes::default(),
+    });
+    let devices: Vec<DeviceRequest> = converted.chain(of_cdi.iter().cloned()).collect();
+    if let (Some(device), Some(_)) = (devices.first(), users) {
         let instead = "a user namespace cannot create devices; leave it out, or run the pod without one";
         return not_yet("config.devices.host_path", &device.host_path, instead);
     }
     let mut taken = BTreeSet::new();
-    let mut devices = Vec::with_capacity(requested.len());
-    for device in requested {
+    for (number, device) in devices.iter().enumerate() {
         if !is_absolute_without_parent(&device.host_path) {
             return bad("config.devices.host_path", &device.host_path, "an absolute path without .. is needed");
         }
@@ -44,14 +58,11 @@ pub fn devices(requested: &[cri::Device], users: Option<UserNamespace>) -> Resul
         }
         let letters: BTreeSet<char> = device.permissions.chars().collect();
         let known = letters.iter().all(|letter| "rwm".contains(*letter));
-        if letters.is_empty() || !known || letters.len() != device.permissions.len() {
-            return bad("config.devices.permissions", &device.permissions, "letters of rwm are needed, each once");
+        // Only a CDI specification can leave a device without permissions.
+        let missing = letters.is_empty() && number < requested.len();
+        if missing || !known || letters.len() != device.permissions.len() {
+            return bad("config.devices.permissions", &device.permissions, LETTERS);
         }
-        devices.push(DeviceRequest {
-            container_path: device.container_path.clone(),
-            host_path: device.host_path.clone(),
-            permissions: device.permissions.clone(),
-        });
     }
     Ok(devices)
 }
@@ -74,23 +85,47 @@ pub fn cdi_names(config: &cri::ContainerConfig) -> Vec<String> {
     names
 }
 
-/// Adds the edits of a container's CDI devices to its request, so that they are checked like the rest of it.
-pub fn apply_cdi_edits(config: &mut cri::ContainerConfig, edits: CdiEdits) {
+/// Adds the edits of a container's CDI devices to its request, so that they are checked like the rest of it. Returns the devices,
+/// which have properties that CRI's devices lack. A device or mount replaces an earlier one at the same path in the container, as
+/// with other runtimes: several devices of a vendor may share one, and a device plugin may request by CDI and by path.
+pub fn apply_cdi_edits(config: &mut cri::ContainerConfig, edits: CdiEdits) -> Vec<DeviceRequest> {
     let env = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
     config.envs.extend(edits.env.into_iter().map(env));
-    let device = |(host_path, container_path, permissions)| cri::Device { container_path, host_path, permissions };
-    config.devices.extend(edits.devices.into_iter().map(device));
-    config.mounts.extend(edits.mounts.into_iter().map(|mount| cri::Mount {
-        container_path: mount.container_path,
-        host_path: mount.host_path,
-        mount_options: mount.options,
-        ..Default::default()
-    }));
+    for mount in edits.mounts {
+        config.mounts.retain(|other| !is_same_path(&other.container_path, &mount.container_path));
+        config.mounts.push(cri_mount(mount));
+    }
+    let mut devices: Vec<DeviceRequest> = Vec::with_capacity(edits.devices.len());
+    for device in edits.devices {
+        config.devices.retain(|other| !is_same_path(&other.container_path, &device.container_path));
+        devices.retain(|other| !is_same_path(&other.container_path, &device.container_path));
+        devices.push(device);
+    }
     if !edits.groups.is_empty() {
         let linux = config.linux.get_or_insert_default();
         let security = linux.security_context.get_or_insert_default();
         security.supplemental_groups.extend(edits.groups.into_iter().map(i64::from));
     }
+    devices
+}
+
+fn cri_mount(mount: CdiMount) -> cri::Mount {
+    let propagation = match mount.propagation {
+        Propagation::Private => cri::MountPropagation::PropagationPrivate,
+        Propagation::FromNode => cri::MountPropagation::PropagationHostToContainer,
+        Propagation::BothWays => cri::MountPropagation::PropagationBidirectional,
+    };
+    cri::Mount {
+        container_path: mount.container_path,
+        host_path: mount.host_path,
+        mount_options: mount.options,
+        propagation: propagation.into(),
+        ..Default::default()
+    }
+}
+
+fn is_same_path(one: &str, other: &str) -> bool {
+    Path::new(one).components().eq(Path::new(other).components())
 }
 
 fn is_absolute_without_parent(path: &str) -> bool {
@@ -105,6 +140,15 @@ mod tests {
 
     fn device(host: &str, at: &str, permissions: &str) -> cri::Device {
         cri::Device { container_path: at.into(), host_path: host.into(), permissions: permissions.into() }
+    }
+
+    fn of_cdi(host: &str, at: &str, permissions: &str) -> DeviceRequest {
+        DeviceRequest {
+            container_path: at.into(),
+            host_path: host.into(),
+            permissions: permissions.into(),
+            attributes: DeviceAttributes { mode: Some(0o600), ..DeviceAttributes::default() },
+        }
     }
 
     #[test]
@@ -124,33 +168,54 @@ mod tests {
     #[test]
     fn edits_are_asked_for_like_the_rest() {
         let mut config = cri::ContainerConfig::default();
-        apply_cdi_edits(&mut config, CdiEdits::default());
+        assert_eq!(apply_cdi_edits(&mut config, CdiEdits::default()), []);
         assert_eq!(config, cri::ContainerConfig::default());
+        let mount = |at: &str, option: &str, propagation| CdiMount {
+            host_path: "/lib".into(),
+            container_path: at.into(),
+            options: vec![option.into()],
+            propagation,
+        };
         let edits = CdiEdits {
             env: vec![("A".into(), "b".into())],
-            devices: vec![("/dev/zero".into(), "/dev/x".into(), "r".into())],
-            mounts: vec![crate::cdi::CdiMount {
-                host_path: "/lib".into(),
-                container_path: "/l".into(),
-                options: vec!["ro".into()],
-            }],
+            devices: vec![
+                of_cdi("/dev/zero", "/dev/x", "r"),
+                of_cdi("/dev/null", "/dev/a/", "w"),
+                of_cdi("/dev/full", "/dev/x", ""),
+            ],
+            mounts: vec![
+                mount("/l", "ro", Propagation::Private),
+                mount("/m", "ro", Propagation::FromNode),
+                mount("/l/", "nosuid", Propagation::BothWays),
+            ],
             groups: vec![44],
         };
-        apply_cdi_edits(&mut config, edits);
+        config.devices = vec![device("/dev/kvm", "/dev//a", "r"), device("/dev/kvm", "/dev/kvm", "r")];
+        config.mounts = vec![cri::Mount { container_path: "/m".into(), ..Default::default() }];
+        let devices = apply_cdi_edits(&mut config, edits);
         assert_eq!(config.envs[0], cri::KeyValue { key: "A".into(), value: b"b".to_vec() });
-        assert_eq!(config.devices, [device("/dev/zero", "/dev/x", "r")]);
-        assert_eq!(
-            (config.mounts[0].host_path.as_str(), config.mounts[0].mount_options.as_slice()),
-            ("/lib", &["ro".to_owned()][..])
-        );
+        // The last one of each path is left.
+        assert_eq!(devices, [of_cdi("/dev/null", "/dev/a/", "w"), of_cdi("/dev/full", "/dev/x", "")]);
+        assert_eq!(config.devices, [device("/dev/kvm", "/dev/kvm", "r")]);
+        let mounts: Vec<_> = (config.mounts.iter())
+            .map(|mount| (mount.container_path.as_str(), mount.mount_options[0].as_str(), mount.propagation()))
+            .collect();
+        let (from_node, both) =
+            (cri::MountPropagation::PropagationHostToContainer, cri::MountPropagation::PropagationBidirectional);
+        assert_eq!(mounts, [("/m", "ro", from_node), ("/l/", "nosuid", both)]);
         assert_eq!(config.linux.unwrap().security_context.unwrap().supplemental_groups, [44]);
     }
 
     #[test]
     fn devices_are_taken_over_or_refused_by_name() {
         let both = [device("/dev/kvm", "/dev/a/kvm", "rw"), device("/srv/x", "/dev/b", "mrw")];
-        let taken = devices(&both, None).unwrap();
+        let taken = devices(&both, &[of_cdi("/dev/x", "/dev/c", "")], None).unwrap();
+        assert_eq!((taken[2].permissions.as_str(), taken[2].attributes.mode), ("", Some(0o600)));
         assert_eq!((taken[0].container_path.as_str(), taken[1].permissions.as_str()), ("/dev/a/kvm", "mrw"));
+        for (path, permissions) in [("/kvm", "r"), ("/dev/c", "x"), ("/dev/b", "r")] {
+            let error = devices(&both, &[of_cdi("/dev/x", path, permissions)], None).unwrap_err();
+            assert_eq!(error.kind(), FailureKind::Invalid, "{error}");
+        }
         for (requested, field) in [
             (device("dev/kvm", "/dev/kvm", "r"), "host_path"),
             (device("/dev/../kvm", "/dev/kvm", "r"), "host_path"),
@@ -164,15 +229,23 @@ mod tests {
             (device("/dev/kvm", "/dev/kvm", "rx"), "permissions"),
             (device("/dev/kvm", "/dev/kvm", "rr"), "permissions"),
         ] {
-            let error = devices(&[requested], None).unwrap_err();
+            let error = devices(&[requested], &[], None).unwrap_err();
             assert!(error.kind() == FailureKind::Invalid && error.to_string().contains(field), "{error}");
         }
         let one = || device("/dev/kvm", "/dev/kvm", "r");
-        assert!(devices(&[one(), one()], None).unwrap_err().to_string().contains("once"));
-        assert!(devices(&vec![one(); MAX_DEVICES + 1], None).unwrap_err().to_string().contains("256"));
+        assert!(devices(&[one(), one()], &[], None).unwrap_err().to_string().contains("once"));
+        assert!(
+            devices(&vec![one(); MAX_DEVICES], &[of_cdi("/dev/x", "/dev/c", "r")], None)
+                .unwrap_err()
+                .to_string()
+                .contains("256")
+        );
         let range = nacelle_model::namespace::IdRange { first: 1 << 16, count: 1 << 16 };
         let users = Some(UserNamespace { users: range, groups: range });
-        assert_eq!(devices(&[one()], users).unwrap_err().kind(), FailureKind::Unsupported);
-        assert_eq!(devices(&[], users), Ok(vec![]));
+        assert_eq!(
+            devices(&[], &[of_cdi("/dev/x", "/dev/c", "r")], users).unwrap_err().kind(),
+            FailureKind::Unsupported
+        );
+        assert_eq!(devices(&[], &[], users), Ok(vec![]));
     }
 }

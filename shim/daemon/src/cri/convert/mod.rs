@@ -16,7 +16,7 @@ mod users;
 mod volume;
 
 pub use apparmor::requested_apparmor;
-pub use container::{Profiles, container_config, seccomp_profile};
+pub use container::{NodeParts, container_config, seccomp_profile};
 pub use device::{apply_cdi_edits, cdi_names};
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};
 pub use pod::pod_config;

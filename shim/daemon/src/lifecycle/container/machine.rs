@@ -139,7 +139,7 @@ fn open(machine: &MachinePod, config: &ContainerConfig) -> Result<VolumeDisks, L
                 if disk.read_only {
                     device.permissions = "r".to_owned();
                 }
-                let (message, file) = device::block(&device)?;
+                let (message, file) = device::open_block(&device)?;
                 machine_pod::check_unused(disk, &device).map_err(failed)?;
                 (message.path, file)
             }

@@ -239,11 +239,32 @@ pub enum LifecycleError {
         /// Free bytes.
         free: u64,
     },
+    /// The node's device is not what the request expects.
+    #[error(
+        "config.devices.host_path is {path:?}: {found} on the node, and the CDI specification expects {expected}; correct one of them"
+    )]
+    DeviceMismatch {
+        /// The path.
+        path: String,
+        /// The kind or number that the request has.
+        expected: String,
+        /// The kind or number that the node's device has.
+        found: String,
+    },
+    /// A container in a VM requests the device that starts VMs.
+    #[error(
+        "config.devices.host_path is {path:?}: a guest has no nested virtualization; leave it out, or run the pod by a handler whose \
+         engine is host"
+    )]
+    NoNestedVirtualization {
+        /// The path.
+        path: String,
+    },
     /// A device that only a pod without a guest can have.
     #[error(
-        "config.devices.host_path is {path:?}: of the node's devices only block devices reach a machine, which has /dev/fuse \
-         and /dev/net/tun of its own (a machine pod has PCI devices by /dev/vfio, too); leave it out, or run the pod by a handler whose \
-         engine is host"
+        "config.devices.host_path is {path:?}: of the node's devices only block devices reach a VM, which has null, zero, full, \
+         random, urandom, tty, fuse and net/tun of its own (a machine pod has PCI devices by /dev/vfio, too); leave it out, or run the \
+         pod by a handler whose engine is host"
     )]
     NotForMachines {
         /// The path.
@@ -466,11 +487,13 @@ impl Classify for LifecycleError {
             | LifecycleError::NotOnline { .. }
             | LifecycleError::TooFewCpus { .. }
             | LifecycleError::NoDevice { .. }
+            | LifecycleError::DeviceMismatch { .. }
             | LifecycleError::TooManyDevices { .. }
             | LifecycleError::TooLarge { .. }
             | LifecycleError::NoPodPid { .. } => FailureKind::Invalid,
             LifecycleError::MemoryNodes { .. }
             | LifecycleError::NotForMachines { .. }
+            | LifecycleError::NoNestedVirtualization { .. }
             | LifecycleError::OwnPropagation { .. } => FailureKind::Unsupported,
             LifecycleError::NoRoomForDisk { .. } | LifecycleError::NoUser { .. } => FailureKind::Exhausted,
             LifecycleError::NameTaken { .. } => FailureKind::AlreadyExists,
