@@ -7,7 +7,7 @@
 use crate::budget::{Budget, Cancel, MemoryPool};
 use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, find_image, remove_image};
 use crate::directory::{ContentKind, Pin, StoreDirectory, delete_files};
-use crate::layer::file_tar::FileTar;
+use crate::layer::file_tar::{FileTar, MAX_FRAME};
 use crate::layer::ingest::{LayerError, LayerLimits};
 use crate::manifest::Descriptor;
 use crate::origins::{self, LayerOrigin};
@@ -153,9 +153,12 @@ impl StoreState {
 
     fn check_free_space(&self, layers: &[LayerPlan]) -> Result<(), ImageError> {
         let missing = layers.iter().filter(|layer| !self.directory.has_layer(layer.name));
-        let needed = missing.map(|layer| match &layer.source {
-            LayerSource::Registry(_, blob) => blob.size,
-            LayerSource::Archive(..) => 0,
+        let needed = missing.map(|layer| match (&layer.source, &layer.form) {
+            // The download and the layer exist at the same time, and the layer is not compressed.
+            (LayerSource::Registry(_, blob), LayerForm::File(_)) => blob.size.saturating_mul(2),
+            (LayerSource::Registry(_, blob), LayerForm::Tar) => blob.size,
+            (LayerSource::Archive(..), LayerForm::File(file)) => file.blob.size,
+            (LayerSource::Archive(..), LayerForm::Tar) => 0,
         });
         let needed = needed.fold(0u64, u64::saturating_add);
         let free = self.directory.free_bytes()?;
@@ -317,6 +320,7 @@ impl StoreState {
             LayerForm::Tar => unpack_layer(launch, stream, target, limits, &mut budget),
             LayerForm::File(file) => {
                 let framed = FileTar::new(&file.path, file.blob.size, stream);
+                let limits = LayerLimits { bytes: limits.bytes.saturating_add(MAX_FRAME), ..limits };
                 unpack_file(launch, framed, target, limits, &mut budget)
             }
         };

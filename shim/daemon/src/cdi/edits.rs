@@ -9,6 +9,8 @@ use std::path::Path;
 
 /// The largest major and minor number of a device on Linux.
 const MAX_NUMBER: (u64, u64) = (0xfff, 0xf_ffff);
+/// The mode of a device file without one.
+const DEFAULT_MODE: u32 = 0o666;
 /// Permissions of a device that a container cannot open.
 const NO_PERMISSIONS: &str = "none";
 
@@ -47,7 +49,7 @@ pub(super) fn apply_edits(
     Ok(())
 }
 
-/// Returns what Nacelle has nothing for, by its name.
+/// Returns the first edit that is not supported.
 fn find_unsupported(requested: &ContainerEdits) -> Option<String> {
     if let Some(hook) = requested.hooks.first() {
         return Some(format!("the {} hook {:?}", cut(&hook.hook_name), cut(&hook.path)));
@@ -92,7 +94,8 @@ fn device(node: &CdiDeviceNode) -> Result<DeviceRequest, String> {
             kind,
             // The number 0 is what an absent number is in Go.
             number: (numbers.0 != 0).then_some(numbers),
-            mode: node.file_mode.map(|mode| mode & 0o777),
+            // As other runtimes give it: the container's user need not be that of the node's file.
+            mode: Some(node.file_mode.map_or(DEFAULT_MODE, |mode| mode & 0o777)),
             uid: node.uid,
             gid: node.gid,
         },

@@ -7,8 +7,10 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// The largest number of files that are read from one directory.
+/// The largest number of specifications in one directory.
 const MAX_FILES: usize = 256;
+/// The largest number of files that are read from one directory, invalid ones included.
+const MAX_TRIED: usize = 4096;
 /// The largest number of skipped files that an error names.
 const MAX_SKIPPED: usize = 8;
 
@@ -41,11 +43,11 @@ pub(super) fn read_specs(directory: &Path, skipped_files: &mut Vec<String>) -> V
     let mut paths: Vec<PathBuf> =
         fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     paths.sort();
-    let (mut specs, mut count) = (Vec::new(), 0);
+    let (mut specs, mut tried) = (Vec::new(), 0);
     for path in paths {
         let read = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("json") => read_spec(&path, SpecFormat::Json, &mut count),
-            Some("yaml") => read_spec(&path, SpecFormat::Yaml, &mut count),
+            Some("json") => read_spec(&path, SpecFormat::Json, &mut tried, specs.len()),
+            Some("yaml") => read_spec(&path, SpecFormat::Yaml, &mut tried, specs.len()),
             Some("yml") => Err(io::Error::other("only .json and .yaml files are read")),
             _ => continue,
         };
@@ -60,12 +62,12 @@ pub(super) fn read_specs(directory: &Path, skipped_files: &mut Vec<String>) -> V
     specs
 }
 
-/// Reads a file. `count` is the number of files of the directory that were read.
-fn read_spec(path: &Path, format: SpecFormat, count: &mut usize) -> io::Result<CdiSpec> {
-    if *count == MAX_FILES {
-        return Err(io::Error::other(format!("more than {MAX_FILES} files")));
+/// Reads a file. `tried` is the number of files of the directory that were read, `valid` that of the specifications.
+fn read_spec(path: &Path, format: SpecFormat, tried: &mut usize, valid: usize) -> io::Result<CdiSpec> {
+    if valid == MAX_FILES || *tried == MAX_TRIED {
+        return Err(io::Error::other(format!("more than {MAX_FILES} specifications, or {MAX_TRIED} files")));
     }
-    *count += 1;
+    *tried += 1;
     // Opening a pipe would block without this flag.
     let file = File::options().read(true).custom_flags(nix::fcntl::OFlag::O_NONBLOCK.bits()).open(path)?;
     if !file.metadata()?.is_file() {

@@ -75,16 +75,16 @@ pub(super) struct ContainerEdits {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct CdiDeviceNode {
     pub path: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub host_path: String,
-    #[serde(default, rename = "type")]
+    #[serde(default, deserialize_with = "or_default", rename = "type")]
     pub kind: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub major: i64,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub minor: i64,
     pub file_mode: Option<u32>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub permissions: String,
     pub uid: Option<u32>,
     pub gid: Option<u32>,
@@ -97,7 +97,7 @@ pub(super) struct SpecMount {
     pub container_path: String,
     #[serde(default, deserialize_with = "or_default")]
     pub options: Vec<String>,
-    #[serde(default, rename = "type")]
+    #[serde(default, deserialize_with = "or_default", rename = "type")]
     pub kind: String,
 }
 

@@ -31,14 +31,28 @@ fn node(host: &str, at: &str, permissions: &str) -> DeviceRequest {
         container_path: at.to_owned(),
         host_path: host.to_owned(),
         permissions: permissions.to_owned(),
-        attributes: DeviceAttributes::default(),
+        attributes: without_mode(),
     }
+}
+
+/// The attributes of a node without any.
+fn without_mode() -> DeviceAttributes {
+    DeviceAttributes { mode: Some(0o666), ..Default::default() }
 }
 
 /// Files that the Go library wrote (tests/cdi/generate.go).
 fn of_library(name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cdi").join(name);
     Value::String(fs::read_to_string(path).unwrap())
+}
+
+#[test]
+fn files_that_are_no_specifications_do_not_hide_one() {
+    let many: Vec<(String, Value)> = (0..300).map(|n| (format!("a{n}.json"), Value::String("{".to_owned()))).collect();
+    let mut files: Vec<(&str, Value)> = many.iter().map(|(name, text)| (name.as_str(), text.clone())).collect();
+    files.push(("gpu.yaml", of_library("gpu.yaml")));
+    let directory = directory(&files);
+    assert!(ask(&["vendor.com/gpu=0"], &[&directory]).is_ok());
 }
 
 #[test]
@@ -49,9 +63,9 @@ fn files_of_the_go_library_are_read_in_both_formats() {
         let attributes = DeviceAttributes { mode: Some(0o640), uid: Some(1000), gid: Some(44), ..Default::default() };
         let control = DeviceRequest { attributes, ..node("/dev/zero", "/dev/gpuctl", "rw") };
         let numbers =
-            DeviceAttributes { kind: Some(DeviceFileKind::Character), number: Some((1, 5)), ..Default::default() };
+            DeviceAttributes { kind: Some(DeviceFileKind::Character), number: Some((1, 5)), ..without_mode() };
         let closed = DeviceRequest { attributes: numbers, ..node("/dev/gpu-caps", "/dev/gpu-caps", "") };
-        let fifo = DeviceAttributes { kind: Some(DeviceFileKind::Fifo), ..Default::default() };
+        let fifo = DeviceAttributes { kind: Some(DeviceFileKind::Fifo), ..without_mode() };
         let pipe = DeviceRequest { attributes: fifo, ..node("/dev/gpu-events", "/dev/gpu-events", "rwm") };
         let first = node("/dev/null", "/dev/gpu0", "rwm");
         assert_eq!(
@@ -101,7 +115,7 @@ fn devices_bring_what_their_specification_says() {
     whole["devices"].as_array_mut().unwrap().push(json!({ "name": "1" }));
     let directory = directory(&[("gpu.json", whole), ("notes.txt", json!("x"))]);
     let edits = ask(&["vendor.com/gpu=0", "vendor.com/gpu=1", "vendor.com/gpu=0"], &[&directory]).unwrap();
-    let unbuffered = DeviceAttributes { kind: Some(DeviceFileKind::Character), ..Default::default() };
+    let unbuffered = DeviceAttributes { kind: Some(DeviceFileKind::Character), ..without_mode() };
     let zero = DeviceRequest { attributes: unbuffered, ..node("/dev/zero", "/dev/gpu0", "rw") };
     let mount = |host: &str, at: &str, options: &[&str], propagation| CdiMount {
         host_path: host.into(),

@@ -33,10 +33,14 @@ pub struct ArtifactFile {
 }
 
 impl ArtifactFile {
-    /// Returns the name of this file among the layers of the store. No layer of an image has it: that would be a tar archive with the
-    /// digest of this text.
+    /// Returns the name of this file among the layers of the store. The hashed text is shorter than a block of a tar archive, so that no
+    /// layer of an image has its digest.
     pub fn layer_name(&self) -> Digest {
-        Digest::of(format!("artifact file 1\n{}\n{}", self.blob.digest, self.path).as_bytes())
+        Digest::of(self.name_text().as_bytes())
+    }
+
+    fn name_text(&self) -> String {
+        format!("artifact file 1\n{}\n{}", self.blob.digest, Digest::of(self.path.as_bytes()))
     }
 }
 
@@ -193,6 +197,7 @@ mod tests {
         assert_eq!(file("a", 1).layer_name(), file("a", 1).layer_name());
         assert_ne!(file("a", 1).layer_name(), file("b", 1).layer_name());
         assert_ne!(file("a", 1).layer_name(), file("a", 2).layer_name());
+        assert!((file(&"a".repeat(MAX_PATH), 1).name_text().len() as u64) < crate::layer::tar::BLOCK);
     }
 
     proptest! {

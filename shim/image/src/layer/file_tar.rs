@@ -10,6 +10,8 @@ use std::io::{self, Read};
 const MODE: u64 = 0o444;
 /// The largest number that an octal field of 12 bytes holds.
 const MAX_OCTAL_SIZE: u64 = 0o777_7777_7777;
+/// The most bytes of an archive beside the content: headers, records with the longest path, padding and end.
+pub const MAX_FRAME: u64 = 16 << 10;
 /// The bytes of the two blocks of zeros that end an archive.
 const END_BYTES: u64 = 2 * TAR_BLOCK;
 
@@ -149,6 +151,7 @@ mod tests {
                 }
             }
             prop_assert_eq!(bytes.len() % 512, 0);
+            prop_assert!((bytes.len() - content.len()) as u64 <= MAX_FRAME);
             prop_assert_eq!(framed.content_digest(), Digest::of(&content));
             let mut archive = TarReader::new(bytes.as_slice());
             let entry = archive.next_entry().unwrap().unwrap();

@@ -121,7 +121,7 @@ async fn devices(
     }
     // No device nodes can be created in a user namespace.
     let privileged = (config.privileged && pod.config.user_namespace.is_none()).then_some(Path::new("/dev"));
-    let nodes = device::of_node(&config, privileged)?;
+    let (config, nodes) = blocking(move || device::of_node(&config, privileged).map(|nodes| (config, nodes))).await?;
     Ok((config, nodes, Vec::new()))
 }
 
