@@ -85,6 +85,8 @@ async fn copy_output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpi
             }
             inner.pending.drain(..sent);
         }
+        // An idle stream holds no buffer.
+        inner.pending = Vec::new();
         let Some(end) = inner.end.as_ref() else { return connection.shutdown().await };
         let mut ready = end.readable().await?;
         let mut buffer = vec![0; BUFFER];
@@ -174,7 +176,7 @@ impl Stdio {
         }
     }
 
-    /// Ends the input after what its last connection has sent. A program with a terminal, which cannot be closed, gets the
+    /// Ends the input after what was read from its last connection. A program with a terminal, which cannot be closed, gets the
     /// character that a user would type.
     pub async fn end_input(&self) -> io::Result<()> {
         match (&self.stdin, &self.terminal) {

@@ -6,10 +6,10 @@ use std::sync::atomic::Ordering;
 
 use super::error::AgentError;
 use super::pod::{AgentPod, check_id};
-use super::record::{ExecEntry, GuestContainer};
 
-/// The most execs of a container that run without a client. A further one is killed when its client goes.
-const MAX_ABANDONED_EXECS: usize = 1024;
+/// The most execs of a container whose streams are read without a client, as long as a process holds them. A further one is killed
+/// when its client goes.
+pub(super) const MAX_ABANDONED_EXECS: usize = 1024;
 
 impl AgentPod {
     /// Ends the input of an exec, and drops its output from now on. An exec whose streams were not all connected before is killed:
@@ -21,21 +21,19 @@ impl AgentPod {
         let entry = self.exec_entry(&container, exec_id);
         match entry.process.get() {
             Some(_) if entry.abandoned.load(Ordering::SeqCst) => Ok(()),
-            Some(process) if process.stdio.was_connected() && mark_abandoned(&container, &entry) => {
-                tracing::debug!(id, exec_id, "an exec runs on without its client");
-                process.discard_streams();
-                Ok(())
+            Some(process) if process.stdio.was_connected() => {
+                match Arc::clone(&container.abandoned_execs).try_acquire_owned() {
+                    // Another request was first.
+                    _ if entry.abandoned.swap(true, Ordering::SeqCst) => Ok(()),
+                    Ok(permit) => {
+                        tracing::debug!(id, exec_id, "an exec runs on without its client");
+                        process.discard_streams(permit);
+                        Ok(())
+                    }
+                    Err(_none_left) => self.send_signal(id, exec_id, libc::SIGKILL.unsigned_abs(), false),
+                }
             }
             _ => self.send_signal(id, exec_id, libc::SIGKILL.unsigned_abs(), false),
         }
     }
-}
-
-/// Returns false if too many execs of the container run without a client.
-fn mark_abandoned(container: &GuestContainer, entry: &ExecEntry) -> bool {
-    // The lock makes counting and marking one step.
-    let execs = container.lock_execs();
-    let runs = |entry: &&Arc<ExecEntry>| entry.abandoned.load(Ordering::SeqCst) && !entry.has_ended();
-    let has_room = execs.values().filter(runs).count() < MAX_ABANDONED_EXECS;
-    entry.abandoned.fetch_or(has_room, Ordering::SeqCst) || has_room
 }

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
+use super::abandon::MAX_ABANDONED_EXECS;
 use super::devices;
 use super::error::AgentError;
 use super::options::CreateOptions;
@@ -132,6 +133,7 @@ impl AgentPod {
             init,
             started: AtomicBool::new(false),
             execs: Mutex::new(HashMap::new()),
+            abandoned_execs: Arc::new(tokio::sync::Semaphore::new(MAX_ABANDONED_EXECS)),
         })
     }
 }

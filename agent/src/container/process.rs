@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 
 use crate::stdio::Stdio;
 use crate::{cgroup, sys};
@@ -74,10 +74,14 @@ impl ContainerProcess {
         }
     }
 
-    /// Ends the input and drops the output, in the background, until the process and its children have closed the streams.
-    pub(super) fn discard_streams(self: &Arc<Self>) {
+    /// Ends the input and drops the output, in the background, until the process and its children have closed the streams. Holds the
+    /// permit for as long.
+    pub(super) fn discard_streams(self: &Arc<Self>, permit: OwnedSemaphorePermit) {
         let process = Arc::clone(self);
-        tokio::spawn(async move { process.stdio.discard().await });
+        tokio::spawn(async move {
+            process.stdio.discard().await;
+            drop(permit);
+        });
     }
 
     /// Records the end of the process. `status` is the wait status of waitpid(2).

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 
 use super::process::ContainerProcess;
 use super::spec::PidNamespace;
@@ -27,6 +27,8 @@ pub struct GuestContainer {
     pub(super) init: Arc<ContainerProcess>,
     pub(super) started: AtomicBool,
     pub(super) execs: Mutex<Execs>,
+    /// A permit for each exec whose streams may be read without a client.
+    pub(super) abandoned_execs: Arc<Semaphore>,
 }
 
 /// The execs of a container by their ids.

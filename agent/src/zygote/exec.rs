@@ -79,7 +79,7 @@ impl ExecStage {
 
     fn description(self) -> &'static str {
         match self {
-            ExecStage::Profile => "set the AppArmor profile of",
+            ExecStage::Profile => "set the AppArmor profile",
             ExecStage::Cgroup => "enter the container's cgroup to run",
             ExecStage::Namespaces => "enter the container's namespaces to run",
             ExecStage::Terminal => "open a terminal for",
@@ -325,11 +325,13 @@ fn refusal_for(request: &ExecCommand, task: ExecStage, error: Errno) -> Refusal 
     let process = &request.process;
     let name = match task {
         ExecStage::Directory => process.cwd().display().to_string(),
+        ExecStage::Profile => process.apparmor_profile().clone().unwrap_or_default(),
         _ => process.args().iter().flatten().next().cloned().unwrap_or_default(),
     };
     let kind = match task {
         ExecStage::Fork if error == Errno::EAGAIN => RefusalKind::Exhausted,
-        ExecStage::Cgroup
+        ExecStage::Profile
+        | ExecStage::Cgroup
         | ExecStage::Namespaces
         | ExecStage::Terminal
         | ExecStage::Stdio
@@ -340,6 +342,7 @@ fn refusal_for(request: &ExecCommand, task: ExecStage, error: Errno) -> Refusal 
     let hint = match (task, error) {
         (ExecStage::Directory, Errno::EXDEV) => "it leads out of the container's root",
         (ExecStage::Directory, Errno::ELOOP) => "a loop of links, or a link of /proc to the files of a process",
+        (ExecStage::Profile, Errno::ENOENT) => "it is no longer loaded on the node",
         (ExecStage::Fork, Errno::EAGAIN) => {
             "a limit on processes is reached: pids.max of the container, the pod or the node, or RLIMIT_NPROC"
         }

@@ -454,6 +454,11 @@ fn apparmor_confines_containers_and_their_commands() {
         assert!(refused.contains(words), "{words}: {refused}");
     }
 
+    let plain = pod.start(request("plain", Value::Null));
+    plain.wait_for_output("end");
+    let sockets = "syslogd -n -O /tmp/log & sleep 1; logger marked; sleep 1; grep -o marked /tmp/log; kill $!";
+    assert_eq!(plain.exec(sockets).ok(), "marked", "a UNIX socket is made, bound and connected");
+
     // The default profile denies a mount to a container with CAP_SYS_ADMIN; its processes signal each other.
     let admin = ContainerRequest::sh("admin", &image, "sleep 600 & kill $! && echo killed; sleep 600")
         .set("linux", json!({"security_context": {"capabilities": {"add_capabilities": ["SYS_ADMIN"]}}}));

@@ -3,16 +3,20 @@
 //!
 //! Source: Documentation/admin-guide/LSM/apparmor.rst of Linux; apparmor.d(5) and apparmor_parser(8).
 
-use nacelle_base::{Classify, FailureKind};
+use nacelle_base::{Chain, Classify, FailureKind};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The name of the default profile.
 const DEFAULT: &str = "nacelle-default";
 const DEFAULT_TEXT: &str = include_str!("apparmor.profile");
+/// The features of AppArmor that the default profile is written for. Without this line it would be for those of the running kernel, and
+/// a newer one would deny what the text does not know, such as UNIX sockets.
+const ABI_LINE: &str = "abi <abi/3.0>,\n";
 /// The largest list of loaded profiles that is read, in bytes.
 const LONGEST_LIST: u64 = 4 << 20;
 /// The time that the parser has.
@@ -38,6 +42,10 @@ pub enum ApparmorError {
         "the AppArmor profile {name:?} is requested, but this node has no AppArmor; leave it out, or boot the node with apparmor=1"
     )]
     Disabled { name: String },
+    #[error(
+        "the AppArmor profile {name:?} is requested, but the pod was started by a version of Nacelle that does not apply profiles; recreate the pod"
+    )]
+    OldPod { name: String },
     #[error("the AppArmor profile {name:?} is not loaded on this node; load it with apparmor_parser")]
     NotLoaded { name: String },
     #[error(
@@ -55,9 +63,10 @@ pub enum ApparmorError {
 impl Classify for ApparmorError {
     fn kind(&self) -> FailureKind {
         match self {
-            ApparmorError::Disabled { .. } | ApparmorError::NotLoaded { .. } | ApparmorError::NoParser => {
-                FailureKind::Conflict
-            }
+            ApparmorError::Disabled { .. }
+            | ApparmorError::OldPod { .. }
+            | ApparmorError::NotLoaded { .. }
+            | ApparmorError::NoParser => FailureKind::Conflict,
             ApparmorError::List { .. } | ApparmorError::Run { .. } | ApparmorError::Refused { .. } => {
                 FailureKind::Internal
             }
@@ -74,6 +83,10 @@ pub struct Apparmor {
     profiles: PathBuf,
     /// Paths at which the parser may be.
     parsers: Vec<PathBuf>,
+    /// The file of the parser that describes the features of [`ABI_LINE`].
+    abi: PathBuf,
+    /// This process has loaded the default profile, which replaces that of an earlier version.
+    has_loaded: Arc<Mutex<bool>>,
 }
 
 impl Default for Apparmor {
@@ -82,14 +95,17 @@ impl Default for Apparmor {
             enabled: "/sys/module/apparmor/parameters/enabled".into(),
             profiles: "/sys/kernel/security/apparmor/profiles".into(),
             parsers: vec!["/usr/sbin/apparmor_parser".into(), "/sbin/apparmor_parser".into()],
+            abi: "/etc/apparmor.d/abi/3.0".into(),
+            has_loaded: Arc::default(),
         }
     }
 }
 
 impl Apparmor {
-    /// Returns whether the node's kernel confines programs by AppArmor.
+    /// Returns whether the node's kernel confines programs by AppArmor, and its profiles can be seen from here. In a container whose node
+    /// has AppArmor they cannot.
     pub fn is_enabled(&self) -> bool {
-        std::fs::read_to_string(&self.enabled).is_ok_and(|text| text.starts_with('Y'))
+        std::fs::read_to_string(&self.enabled).is_ok_and(|text| text.starts_with('Y')) && self.profiles.exists()
     }
 
     /// Returns the program that loads profiles.
@@ -100,29 +116,39 @@ impl Apparmor {
     /// Returns the name of the profile for a container, which is loaded then; `None` for a container that is not confined.
     ///
     /// Without a request a container has the default profile where the node can load it. On a node without AppArmor RuntimeDefault
-    /// means no profile.
+    /// means no profile. A pod of an earlier version (`is_old_pod`) has no profiles.
     ///
     /// # Errors
-    /// The node has no such profile, or the default profile cannot be loaded.
-    pub fn select(&self, requested: &RequestedApparmor) -> Result<Option<String>, ApparmorError> {
+    /// The node has no such profile, or the default profile is requested and cannot be loaded.
+    pub fn select(&self, requested: &RequestedApparmor, is_old_pod: bool) -> Result<Option<String>, ApparmorError> {
         let enabled = self.is_enabled();
         match requested {
             RequestedApparmor::Unconfined => Ok(None),
-            RequestedApparmor::Unset | RequestedApparmor::RuntimeDefault if !enabled => Ok(None),
+            RequestedApparmor::Unset | RequestedApparmor::RuntimeDefault if !enabled || is_old_pod => Ok(None),
             RequestedApparmor::Localhost(name) if !enabled => Err(ApparmorError::Disabled { name: name.clone() }),
+            RequestedApparmor::Localhost(name) if is_old_pod => Err(ApparmorError::OldPod { name: name.clone() }),
             RequestedApparmor::Localhost(name) if self.is_loaded(name)? => Ok(Some(name.clone())),
             RequestedApparmor::Localhost(name) => Err(ApparmorError::NotLoaded { name: name.clone() }),
-            RequestedApparmor::Unset | RequestedApparmor::RuntimeDefault => {
-                if !self.is_loaded(DEFAULT)? {
-                    match self.parser() {
-                        Some(parser) => load_default(parser)?,
-                        None if *requested == RequestedApparmor::Unset => return Ok(None),
-                        None => return Err(ApparmorError::NoParser),
-                    }
+            RequestedApparmor::RuntimeDefault => self.ensure_default().map(|()| Some(DEFAULT.to_owned())),
+            RequestedApparmor::Unset => match self.ensure_default() {
+                Ok(()) => Ok(Some(DEFAULT.to_owned())),
+                Err(error) => {
+                    tracing::warn!(error = %Chain(&error), "a container runs without an AppArmor profile");
+                    Ok(None)
                 }
-                Ok(Some(DEFAULT.to_owned()))
-            }
+            },
         }
+    }
+
+    /// Loads the default profile, once in this process and again when it is missing.
+    fn ensure_default(&self) -> Result<(), ApparmorError> {
+        let mut has_loaded = self.has_loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*has_loaded || !self.is_loaded(DEFAULT)? {
+            let abi = if self.abi.exists() { ABI_LINE } else { "" };
+            load(self.parser().ok_or(ApparmorError::NoParser)?, &format!("{abi}{DEFAULT_TEXT}"))?;
+            *has_loaded = true;
+        }
+        Ok(())
     }
 
     fn is_loaded(&self, name: &str) -> Result<bool, ApparmorError> {
@@ -134,16 +160,16 @@ impl Apparmor {
     }
 }
 
-/// Loads the default profile, or replaces it: two calls at the same time do no harm.
-fn load_default(parser: &Path) -> Result<(), ApparmorError> {
+/// Loads the profile in this text, or replaces the one of its name.
+fn load(parser: &Path, text: &str) -> Result<(), ApparmorError> {
     let failed = |source| ApparmorError::Run { path: parser.to_owned(), source };
     let refused = |reason: String| ApparmorError::Refused { path: parser.to_owned(), reason };
     let mut command = Command::new(parser);
     command.args(["--replace", "--skip-cache", "--quiet"]).env_clear();
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().map_err(failed)?;
-    // The text is shorter than a pipe is long. A parser that ends early says why.
-    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(DEFAULT_TEXT.as_bytes()));
+    // The text is shorter than a pipe is long. A parser that ends early reports the reason on standard error.
+    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(text.as_bytes()));
     let deadline = Instant::now() + PARSER_LIMIT;
     let status = loop {
         match child.try_wait().map_err(failed)? {
@@ -176,7 +202,13 @@ mod tests {
     fn node(enabled: &str, profiles: &str, parser: Option<&str>) -> (tempfile::TempDir, Apparmor) {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let node = Apparmor { enabled: path("enabled"), profiles: path("profiles"), parsers: vec![path("parser")] };
+        let node = Apparmor {
+            enabled: path("enabled"),
+            profiles: path("profiles"),
+            parsers: vec![path("parser")],
+            abi: path("abi"),
+            has_loaded: Arc::default(),
+        };
         fs::write(&node.enabled, enabled).unwrap();
         fs::write(&node.profiles, profiles).unwrap();
         if let Some(script) = parser {
@@ -186,7 +218,7 @@ mod tests {
         (directory, node)
     }
 
-    const LOADS: &str = "/bin/cat >loaded; echo 'nacelle-default (enforce)' >>profiles";
+    const LOADS: &str = "/bin/cat >>loaded; echo 'nacelle-default (enforce)' >>profiles";
 
     fn local(name: &str) -> RequestedApparmor {
         RequestedApparmor::Localhost(name.into())
@@ -204,40 +236,55 @@ mod tests {
             ("Y\n", local("my own (v2)"), Some("my own (v2)")),
         ] {
             let (directory, node) = node(enabled, "other (complain)\nmy own (v2) (enforce)\n", Some(LOADS));
-            assert_eq!(node.select(&requested).unwrap().as_deref(), expected, "{requested:?}");
+            for _ in 0..2 {
+                assert_eq!(node.select(&requested, false).unwrap().as_deref(), expected, "{requested:?}");
+            }
             let loaded = fs::read_to_string(directory.path().join("loaded")).ok();
-            assert_eq!(loaded.as_deref(), expected.filter(|name| *name == DEFAULT).map(|_| DEFAULT_TEXT));
+            assert_eq!(loaded.as_deref(), expected.filter(|name| *name == DEFAULT).map(|_| DEFAULT_TEXT), "once");
         }
     }
 
     #[test]
-    fn a_loaded_default_profile_is_not_loaded_again() {
-        let (_directory, node) = node("Y\n", "nacelle-default (enforce)\n", Some("exit 1"));
-        assert_eq!(node.select(&RequestedApparmor::RuntimeDefault).unwrap().as_deref(), Some(DEFAULT));
+    fn the_default_profile_of_an_earlier_version_is_replaced() {
+        let (directory, node) = node("Y\n", "nacelle-default (complain)\n", Some(LOADS));
+        fs::write(&node.abi, "").unwrap();
+        assert_eq!(node.select(&RequestedApparmor::Unset, false).unwrap().as_deref(), Some(DEFAULT));
+        let loaded = fs::read_to_string(directory.path().join("loaded")).unwrap();
+        assert_eq!(loaded, format!("{ABI_LINE}{DEFAULT_TEXT}"));
+        // Somebody has removed it.
+        fs::write(&node.profiles, "").unwrap();
+        node.select(&RequestedApparmor::Unset, false).unwrap();
+        assert_eq!(fs::read_to_string(directory.path().join("loaded")).unwrap().len(), 2 * loaded.len());
     }
 
     #[test]
-    fn without_a_parser_only_an_explicit_request_fails() {
-        let (_directory, node) = node("Y\n", "", None);
-        assert_eq!(node.select(&RequestedApparmor::Unset).unwrap(), None);
-        assert!(matches!(node.select(&RequestedApparmor::RuntimeDefault), Err(ApparmorError::NoParser)));
+    fn a_node_that_cannot_load_the_default_profile_refuses_only_an_explicit_request() {
+        for (parser, cause) in
+            [(None, "no apparmor_parser"), (Some("echo 'syntax error, line 3' >&2; exit 1"), "line 3")]
+        {
+            let (_directory, node) = node("Y\n", "", parser);
+            assert_eq!(node.select(&RequestedApparmor::Unset, false).unwrap(), None);
+            let error = node.select(&RequestedApparmor::RuntimeDefault, false).unwrap_err();
+            assert!(error.to_string().contains(cause), "{error}");
+        }
+        // In a container on a node with AppArmor.
+        let (_directory, node) = node("Y\n", "", Some(LOADS));
+        fs::remove_file(&node.profiles).unwrap();
+        assert_eq!(node.select(&RequestedApparmor::RuntimeDefault, false).unwrap(), None);
     }
 
     #[test]
-    fn a_profile_that_the_node_lacks_is_refused_by_name() {
-        for (enabled, cause) in [("N\n", "no AppArmor"), ("Y\n", "not loaded")] {
+    fn a_profile_that_does_not_apply_is_refused_by_name() {
+        for (enabled, old, cause) in
+            [("N\n", false, "no AppArmor"), ("Y\n", false, "not loaded"), ("Y\n", true, "recreate the pod")]
+        {
             let (_directory, node) = node(enabled, "mine-too (enforce)\n", Some(LOADS));
-            let error = node.select(&local("mine")).unwrap_err();
+            let error = node.select(&local("mine"), old).unwrap_err();
             assert_eq!(error.kind(), FailureKind::Conflict);
             assert!(error.to_string().contains("\"mine\"") && error.to_string().contains(cause), "{error}");
         }
-    }
-
-    #[test]
-    fn a_failing_parser_is_reported_with_its_words() {
-        let (_directory, node) = node("Y\n", "", Some("echo 'syntax error, line 3' >&2; exit 1"));
-        let error = node.select(&RequestedApparmor::Unset).unwrap_err();
-        assert!(error.to_string().contains("syntax error, line 3"), "{error}");
+        let (_directory, node) = node("Y\n", "", Some(LOADS));
+        assert_eq!(node.select(&RequestedApparmor::RuntimeDefault, true).unwrap(), None);
     }
 
     #[test]

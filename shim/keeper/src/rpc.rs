@@ -122,9 +122,13 @@ impl Agent for KeeperService {
         empty_response(self.manager.start_command(&id, exec_id, args))
     }
 
-    // What a command of a machine pod does for its client ends with the client.
+    // A command of a machine pod is killed when its client disconnects.
     async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
         let AbandonExecRequest { id, exec_id } = request.into_inner();
+        if self.manager.find_vm(&id).is_err() {
+            // Everything of a VM that was removed has ended.
+            return Ok(Response::new(Empty {}));
+        }
         empty_response(self.manager.abandon(&id, exec_id))
     }
 

@@ -62,7 +62,7 @@ pub struct ContainerConfig {
     /// The seccomp profile.
     pub seccomp: SeccompPolicy,
     /// The name of the AppArmor profile of the node's kernel that confines it; `None` for none.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub apparmor: Option<String>,
     /// The name of the stop signal in CRI, if the number has several ("SIGNAL_SIGIOT"); empty otherwise.
     #[serde(default, skip_serializing_if = "String::is_empty")]

@@ -41,6 +41,9 @@ pub struct PodRecord {
     /// The pod has been ready.
     #[serde(default)]
     pub was_ready: bool,
+    /// The pod's agent applies AppArmor profiles: false in records from before it did.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub applies_profiles: bool,
     /// The IP addresses of the pod, the default one first.
     #[serde(default)]
     pub ips: Vec<IpAddr>,

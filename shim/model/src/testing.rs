@@ -43,6 +43,7 @@ pub fn pod(n: u8) -> PodRecord {
         state: state::PodState::Ready,
         created_at: 5,
         was_ready: true,
+        applies_profiles: false,
         ips: vec![IpAddr::from([10, 1, 2, 3])],
         kernel_release: "6.12.0".into(),
         failure: String::new(),

@@ -185,7 +185,7 @@ impl Agent {
     /// Lets an exec run on without a client.
     pub async fn abandon_exec(&self, id: &str, exec_id: &str) -> Result<(), PodError> {
         let request = proto::AbandonExecRequest { id: id.to_owned(), exec_id: exec_id.to_owned() };
-        self.call("leave the command to itself", self.limit, self.rpc.clone().abandon_exec(request)).await.map(drop)
+        self.call("abandon the command", self.limit, self.rpc.clone().abandon_exec(request)).await.map(drop)
     }
 
     /// Changes the limits of a container.

@@ -71,7 +71,7 @@ impl ExecProcess {
         let _ = events.send(event.map_err(|error| crate::codes::status(&error))).await;
     }
 
-    /// Leaves the command to the agent. If the agent does not take it, the command is killed.
+    /// Leaves the command to the agent. If the agent rejects the request, the command is killed.
     async fn abandon(mut self) {
         match self.agent.abandon_exec(&self.id, &self.exec_id).await {
             Ok(()) => self.is_released = true,

@@ -50,7 +50,8 @@ pub struct TerminalSize {
 /// The exit code of a process.
 pub type ExitStatus<E> = Pin<Box<dyn Future<Output = Result<i32, E>> + Send>>;
 
-/// A process with open streams. Dropping it abandons the process, which continues: its input ends and its output is dropped.
+/// A process with open streams. Dropping it disconnects from the process, which continues: the input of a command ends and its output is
+/// dropped; that of a container's first process stays as it is.
 pub struct ProcessStreams<E> {
     /// The process's name in its container; empty for the container's first process.
     pub exec_id: String,

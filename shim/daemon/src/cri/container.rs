@@ -7,7 +7,6 @@ use super::convert::{
 };
 use super::sandbox::required;
 use super::status::{creation_status, refuse, status};
-use crate::apparmor::Apparmor;
 use crate::cdi;
 use crate::profile;
 use nacelle_base::FailureKind;
@@ -53,7 +52,8 @@ impl Cri {
         let apparmor = match requested_apparmor(request.config.as_ref(), guest).map_err(status)? {
             _ if guest => None,
             requested => {
-                let select = move || Apparmor::default().select(&requested);
+                let (apparmor, is_old_pod) = (self.apparmor.clone(), !view.pod.applies_profiles);
+                let select = move || apparmor.select(&requested, is_old_pod);
                 run_blocking("select the AppArmor profile", select).await.map_err(status)?.map_err(status)?
             }
         };

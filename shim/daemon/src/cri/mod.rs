@@ -14,6 +14,7 @@ pub mod status;
 mod streaming;
 
 use crate::accounting::Accounting;
+use crate::apparmor::Apparmor;
 use crate::lifecycle::Node;
 use list_stream::ListStream;
 use nacelle_proto::cri;
@@ -28,12 +29,14 @@ pub struct Cri {
     streams: nacelle_stream::StreamingServer,
     /// The node's kernel enforces SELinux labels.
     selinux: bool,
+    apparmor: Apparmor,
 }
 
 impl Cri {
     /// Creates the services for this node; `streams` serves the streams of exec, attach and port-forward.
     pub fn new(node: Node, streams: nacelle_stream::StreamingServer) -> Cri {
-        Cri { accounting: Accounting::new(node.clone()), node, streams, selinux: convert::node_has_selinux() }
+        let accounting = Accounting::new(node.clone());
+        Cri { accounting, node, streams, selinux: convert::node_has_selinux(), apparmor: Apparmor::default() }
     }
 }
 

@@ -17,11 +17,13 @@ pub fn requested_apparmor(config: Option<&cri::ContainerConfig>, guest: bool) ->
     let Some(security) = linux.and_then(|linux| linux.security_context.as_ref()) else {
         return Ok(RequestedApparmor::Unset);
     };
-    let old = ("config.linux.security_context.apparmor_profile", security.apparmor_profile.as_str());
-    let requested = requested("config.linux.security_context.apparmor.localhost_ref", security.apparmor.as_ref(), old)?;
-    match requested {
+    let field = match security.apparmor {
+        Some(_) => "config.linux.security_context.apparmor.localhost_ref",
+        None => "config.linux.security_context.apparmor_profile",
+    };
+    match requested(field, security.apparmor.as_ref(), &security.apparmor_profile)? {
         RequestedApparmor::Localhost(name) if guest => not_yet(
-            "config.linux.security_context.apparmor",
+            field,
             name,
             "the guest's kernel has no AppArmor; leave it out, or run the pod by a handler whose engine is host",
         ),
@@ -35,7 +37,7 @@ pub fn requested_apparmor(config: Option<&cri::ContainerConfig>, guest: bool) ->
 /// Checks the profile of a pod. It would apply to the pod's own process, and a pod of Nacelle has none.
 pub(super) fn check_pod(security: &cri::LinuxSandboxSecurityContext) -> Result<(), FieldError> {
     let field = "config.linux.security_context.apparmor.localhost_ref";
-    match requested(field, security.apparmor.as_ref(), ("", ""))? {
+    match requested(field, security.apparmor.as_ref(), "")? {
         RequestedApparmor::Localhost(name) => {
             not_yet(field, name, "a pod has no process of its own; set the profile on its containers")
         }
@@ -43,21 +45,22 @@ pub(super) fn check_pod(security: &cri::LinuxSandboxSecurityContext) -> Result<(
     }
 }
 
+/// Reads the profile in `field`: the new form, or the text of the deprecated one.
 fn requested(
     field: &'static str,
     profile: Option<&cri::SecurityProfile>,
-    (old_field, old): (&'static str, &str),
+    old: &str,
 ) -> Result<RequestedApparmor, FieldError> {
-    let (field, name) = match (profile, old) {
+    let name = match (profile, old) {
         (Some(profile), _) => match profile.profile_type() {
             ProfileType::RuntimeDefault => return Ok(RequestedApparmor::RuntimeDefault),
             ProfileType::Unconfined => return Ok(RequestedApparmor::Unconfined),
-            ProfileType::Localhost => (field, profile.localhost_ref.as_str()),
+            ProfileType::Localhost => profile.localhost_ref.as_str(),
         },
         (None, "") => return Ok(RequestedApparmor::Unset),
         (None, "runtime/default") => return Ok(RequestedApparmor::RuntimeDefault),
         (None, "unconfined") => return Ok(RequestedApparmor::Unconfined),
-        (None, name) => (old_field, name),
+        (None, name) => name,
     };
     // The prefix belongs to the deprecated field; some clients write it into the new field too.
     let plain = name.strip_prefix("localhost/").unwrap_or(name);
@@ -125,9 +128,15 @@ mod tests {
     }
 
     #[test]
+    #[expect(deprecated, reason = "the old field is tested too")]
     fn guests_and_pods_have_no_profile_of_the_node() {
         let local: Change = |s| s.apparmor = profile(ProfileType::Localhost, "p");
-        assert_eq!(of(true, local).unwrap_err().kind(), FailureKind::Unsupported);
+        let old: Change = |s| s.apparmor_profile = "localhost/p".into();
+        for (change, field) in [(local, "apparmor.localhost_ref is"), (old, "apparmor_profile is")] {
+            let error = of(true, change).unwrap_err();
+            assert_eq!(error.kind(), FailureKind::Unsupported);
+            assert!(error.to_string().contains(field), "{error}");
+        }
         assert_eq!(
             of(true, |s| s.apparmor = profile(ProfileType::RuntimeDefault, "")),
             Ok(RequestedApparmor::RuntimeDefault)

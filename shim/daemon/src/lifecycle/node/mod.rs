@@ -170,6 +170,7 @@ impl Node {
             state: state::PodState::Booting,
             created_at: unix_nanos(),
             was_ready: false,
+            applies_profiles: true,
             ips: Vec::new(),
             kernel_release: String::new(),
             failure: String::new(),
