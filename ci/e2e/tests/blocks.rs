@@ -171,7 +171,7 @@ fn unusable_block_devices_are_refused() {
     refused(&file, "rw", "InvalidArgument", "neither a device");
     refused(&node.directory().join("none"), "rw", "InvalidArgument", "neither a device");
     if engine() != "host" {
-        refused("/dev/zero".as_ref(), "rw", "Unimplemented", "only block devices reach a machine");
+        refused("/dev/ptmx".as_ref(), "rw", "Unimplemented", "only block devices reach a VM");
         let read_only = LoopDisk::with_mkfs_options(node.directory(), "read-only.raw", 1, &["-r"]);
         refused(read_only.device.as_ref(), "rw", "FailedPrecondition", "cannot be opened to read and write");
         let gone = LoopDisk::new(node.directory(), "gone.raw", 1);
