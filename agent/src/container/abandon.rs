@@ -1,5 +1,4 @@
-//! Lets an exec run on when its client has gone, as other runtimes do: nothing is killed because a connection broke. The exec ends by
-//! itself or with its container.
+//! Lets an exec run on when its client has disconnected, as other runtimes do. The exec ends by itself or with its container.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

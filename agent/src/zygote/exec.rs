@@ -1,4 +1,5 @@
-//! Starts a further process in a container: AppArmor profile, cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter, exec.
+//! Starts a further process in a container: AppArmor profile, cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter,
+//! exec.
 //!
 //! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
 //! rights, still in the agent's PID namespace, where no process of the container can see it; it resolves paths in the container, gives up

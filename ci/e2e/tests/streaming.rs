@@ -6,7 +6,6 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::process::Child;
-use std::time::Duration;
 
 /// Ends when the terminal has the size of crictl's, or after some minutes.
 const WAIT_FOR_SIZE: &str =
@@ -80,7 +79,8 @@ fn an_exec_runs_on_when_its_client_disconnects() {
     let mut client = node.crictl.spawn_in_terminal(["exec", "-it", &id, "/bin/sh"]);
     client.stdin.as_mut().unwrap().write_all(b"echo $$ >/tmp/shell\n").unwrap();
     let shell = eventually("the shell runs", || Some(exec(&node, "cat /tmp/shell")).filter(|pid| !pid.is_empty()));
-    std::thread::sleep(Duration::from_millis(500)); // until it reads again
+    let sleeps = format!("grep -q '^State:.S' /proc/{shell}/status && echo sleeps");
+    eventually("the shell reads again", || (exec(&node, &sleeps) == "sleeps").then_some(()));
     disconnect(client);
     let lives = format!("test -e /proc/{shell} && echo lives");
     eventually("the shell has ended", || exec(&node, &lives).is_empty().then_some(()));

@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(node.select(&RequestedApparmor::Unset, false).unwrap().as_deref(), Some(DEFAULT));
         let loaded = fs::read_to_string(directory.path().join("loaded")).unwrap();
         assert_eq!(loaded, format!("{ABI_LINE}{DEFAULT_TEXT}"));
-        // Somebody has removed it.
+        // The profile was removed meanwhile.
         fs::write(&node.profiles, "").unwrap();
         node.select(&RequestedApparmor::Unset, false).unwrap();
         assert_eq!(fs::read_to_string(directory.path().join("loaded")).unwrap().len(), 2 * loaded.len());

@@ -1,6 +1,6 @@
 //! Pushes and fetches artifacts: a configuration and compressed files that other crates of this project keep in a registry or in
-//! an OCI layout, and reads artifacts of others as files (`files`). An artifact is not an image. Everything that is fetched is bounded, and verified before it is used. Compression
-//! and file access block on blocking threads, as in `ImageStore`.
+//! an OCI layout, and reads artifacts of others as files (`files`). An artifact is not an image. Everything that is fetched is bounded,
+//! and verified before it is used. Compression and file access block on blocking threads, as in `ImageStore`.
 
 mod compress;
 mod document;
