@@ -7,7 +7,7 @@ use nacelle_e2e::run::run;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nix::libc;
 use nix::sys::ptrace;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -354,6 +354,43 @@ fn a_vm_boots_outside_a_cgroup_whose_cpu_quota_would_throttle_it() {
     let limited = ContainerRequest::sh("c", &image, "sleep 600").set("linux", json!({"resources": resources}));
     let container = pod.start(limited);
     assert_eq!(container.exec("cat /sys/fs/cgroup/cpu.max").ok(), "20000 100000");
+    pod.remove();
+}
+
+/// As kubelet requests it with NoSwap, LimitedSwap and MemoryQoS.
+#[test]
+fn the_node_swaps_of_a_vm_what_its_containers_may_swap() {
+    let node = TestNode::new();
+    let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
+    if !controllers.split_whitespace().any(|controller| controller == "memory") {
+        eprintln!("skipped: this node has no cgroup v2 with the controller memory");
+        return;
+    }
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("swap", node.directory()));
+    let group = fs::read_to_string(pod_process_directory(&node).join("cgroup")).expect("the pod runs");
+    let group = group.trim().rsplit(':').next().expect("a path").to_owned();
+    let read = || {
+        let files = ["memory.swap.max", "memory.low", "memory.min"];
+        files.map(|file| {
+            let text =
+                fs::read_to_string(format!("/sys/fs/cgroup{group}/{file}")).expect("the node has the controller");
+            text.trim().to_owned()
+        })
+    };
+    let start = |name: &str, files: Value| {
+        let container = ContainerRequest::sh(name, &image, "sleep 600");
+        pod.start(container.set("linux", json!({"resources": {"unified": files}})))
+    };
+    assert_eq!(read(), ["max", "0", "0"]);
+    let none = start("none", json!({"memory.swap.max": "0", "memory.min": "1048576"}));
+    assert_eq!(read(), ["0", "0", "1048576"]);
+    start("limited", json!({"memory.swap.max": "4194304", "memory.min": "1048576", "memory.low": "2097152"}));
+    assert_eq!(read(), ["4194304", "2097152", "2097152"]);
+    node.crictl.call(["rm", "-f", &none.id]);
+    eventually("the other container's limits are in force", || {
+        (read() == ["4194304", "2097152", "1048576"]).then_some(())
+    });
     pod.remove();
 }
 

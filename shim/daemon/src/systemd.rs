@@ -7,6 +7,7 @@
 
 use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, FailureKind, PodId};
+use nacelle_pod::MemoryPolicy;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -116,6 +117,25 @@ async fn connect() -> Result<Connection, ScopeError> {
     Builder::system().build().await.map_err(|error| ScopeError::Connect(Box::new(error)))
 }
 
+/// Sets properties of a unit until the next boot.
+async fn set_properties(
+    connection: &Connection,
+    unit: &str,
+    properties: &[(&str, Variant<'_>)],
+) -> Result<(), ScopeError> {
+    let reply = connection
+        .call_method(
+            Some(BUS_NAME),
+            MANAGER_PATH,
+            Some(MANAGER_INTERFACE),
+            "SetUnitProperties",
+            &(unit, true, properties),
+        )
+        .await;
+    reply.map_err(|source| ScopeError::Rejected { unit: unit.to_owned(), source: Box::new(source) })?;
+    Ok(())
+}
+
 /// A pod's scope.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Scope {
@@ -143,6 +163,11 @@ impl Scope {
         self.within_limit(async { self.keep_slice_over(&connect().await?, &possible).await }).await
     }
 
+    /// Makes systemd set the scope's memory policy.
+    pub async fn set_memory_policy(&self, policy: MemoryPolicy) -> Result<(), ScopeError> {
+        self.within_limit(async { self.set_memory_policy_over(&connect().await?, policy).await }).await
+    }
+
     async fn within_limit(&self, work: impl Future<Output = Result<(), ScopeError>>) -> Result<(), ScopeError> {
         timeout(LIMIT, work).await.map_err(|_elapsed| ScopeError::Timeout { unit: self.unit.clone() })?
     }
@@ -155,12 +180,16 @@ impl Scope {
             ("MemoryAccounting", Variant::from(true)),
             ("TasksAccounting", Variant::from(true)),
         ];
-        let body = (self.slice.as_str(), true, &properties[..]);
-        let reply = connection
-            .call_method(Some(BUS_NAME), MANAGER_PATH, Some(MANAGER_INTERFACE), "SetUnitProperties", &body)
-            .await;
-        reply.map_err(|source| ScopeError::Rejected { unit: self.slice.clone(), source: Box::new(source) })?;
-        Ok(())
+        set_properties(connection, &self.slice, &properties).await
+    }
+
+    async fn set_memory_policy_over(&self, connection: &Connection, policy: MemoryPolicy) -> Result<(), ScopeError> {
+        let properties = [
+            ("MemorySwapMax", Variant::from(policy.swap_max)),
+            ("MemoryLow", Variant::from(policy.low)),
+            ("MemoryMin", Variant::from(policy.min)),
+        ];
+        set_properties(connection, &self.unit, &properties).await
     }
 
     async fn start_over(&self, connection: &Connection, pid: u32, proc: &Path) -> Result<(), ScopeError> {
@@ -288,6 +317,10 @@ mod tests {
         scope.keep_slice_over(&client, "0-1").await.unwrap();
         let text = seen.lock().unwrap().join(" ");
         assert_eq!(text, "kubepods-podab.slice true AllowedCPUs IOAccounting MemoryAccounting TasksAccounting");
+        let policy = MemoryPolicy { swap_max: 5, low: 6, min: 7 };
+        scope.set_memory_policy_over(&client, policy).await.unwrap();
+        let text = seen.lock().unwrap().join(" ");
+        assert_eq!(text, "nacelle-x.scope true MemorySwapMax MemoryLow MemoryMin");
         let ended = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
         assert!(matches!(ended, ScopeError::Ended { pid: 78, .. }), "{ended:?}");
     }

@@ -165,6 +165,46 @@ fn a_machine_runs_where_its_containers_may() {
 }
 
 #[test]
+fn the_vm_may_swap_what_its_containers_may() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let swap = |bytes: &str| cri::LinuxContainerResources {
+        unified: [("memory.swap.max".to_owned(), bytes.to_owned())].into(),
+        ..Default::default()
+    };
+    let applied = || world.pods.memory_policies.lock().unwrap().iter().map(|p| p.swap_max).collect::<Vec<_>>();
+    let one = world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let mut create = async |name: &str, resources| {
+            let mut config = container_config(name);
+            config.linux.as_mut().unwrap().resources = Some(resources);
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
+        };
+        let one = create("one", swap("5")).await.unwrap();
+        assert_eq!(applied(), [5]);
+        let two = create("two", swap("0")).await.unwrap();
+        assert_eq!(applied(), [5], "no more than before: nothing is written");
+        let any = create("any", cri::LinuxContainerResources::default()).await.unwrap();
+        assert_eq!(applied(), [5, u64::MAX]);
+        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: any }).await.unwrap();
+        update(&mut daemon, &two, swap("7")).await.unwrap();
+        assert_eq!(applied(), [5, u64::MAX, 5, 12]);
+        world.script.conflict("set memory policy", 1);
+        assert!(update(&mut daemon, &two, swap("8")).await.is_err());
+        update(&mut daemon, &one, swap("5")).await.unwrap();
+        assert_eq!(applied().last(), Some(&12), "what the failed change may have written does not stay");
+        one
+    });
+    daemon.kill();
+    world.pods.memory_policies.lock().unwrap().clear();
+    let mut daemon = world.daemon();
+    world.run(update(&mut daemon, &one, swap("5"))).unwrap();
+    assert_eq!(applied(), [12], "it is not known what the last daemon has written");
+}
+
+#[test]
 fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
     if !online.starts_with("0-") {

@@ -4,7 +4,7 @@
 use nacelle_base::files::{FileError, at};
 use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -151,6 +151,44 @@ fn oom_kills_below(root: &Path, group: &Path) -> u64 {
     directories_below(root, group).iter().find_map(of).unwrap_or(0)
 }
 
+/// What a cgroup may keep in swap, and what of its memory is protected from reclaim; all of it in bytes, [`u64::MAX`] is "max"
+/// (cgroup-v2.rst, "Memory Interface Files").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryPolicy {
+    /// `memory.swap.max`.
+    pub swap_max: u64,
+    /// `memory.low`.
+    pub low: u64,
+    /// `memory.min`.
+    pub min: u64,
+}
+
+impl Default for MemoryPolicy {
+    /// What a new cgroup has: all of the node's swap, and no protection.
+    fn default() -> MemoryPolicy {
+        MemoryPolicy { swap_max: u64::MAX, low: 0, min: 0 }
+    }
+}
+
+/// Writes the policy to the cgroup, as far as the node has the files: cgroup v1 has none of them.
+pub fn set_memory_policy(group: &Path, policy: MemoryPolicy) -> Result<(), FileError> {
+    set_memory_policy_below(Path::new(CGROUP_ROOT), group, policy)
+}
+
+fn set_memory_policy_below(root: &Path, group: &Path, policy: MemoryPolicy) -> Result<(), FileError> {
+    let Some(directory) = directories_below(root, group).pop().filter(|_| is_v2(root)) else { return Ok(()) };
+    for (name, bytes) in [("memory.swap.max", policy.swap_max), ("memory.low", policy.low), ("memory.min", policy.min)]
+    {
+        let file = directory.join(name);
+        let text = if bytes == u64::MAX { "max".to_owned() } else { bytes.to_string() };
+        match fs::OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(text.as_bytes())) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            written => written.map_err(at("write", &file))?,
+        }
+    }
+    Ok(())
+}
+
 /// Creates the cgroup if it is missing, with all controllers that the node allows (an existing one keeps those that its
 /// creator has enabled), and moves the calling process into it. Continues after a failure, and returns the first one.
 pub fn join(group: &Path) -> Result<(), FileError> {
@@ -294,6 +332,29 @@ mod tests {
         for bad in ["../a", "a/../../b", "", "/"] {
             assert_eq!(directories(bad), Vec::<PathBuf>::new(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_memory_policy_is_written_where_the_node_has_its_files() {
+        let root = tempfile::tempdir().unwrap();
+        let group = root.path().join("pods/a");
+        fs::create_dir_all(&group).unwrap();
+        let set = |policy| set_memory_policy_below(root.path(), Path::new("pods/a"), policy);
+        let read = |file: &str| fs::read_to_string(group.join(file)).ok();
+        let policy = MemoryPolicy { swap_max: 0, low: u64::MAX, min: 4096 };
+        // With cgroup v1 nothing is created.
+        set(policy).unwrap();
+        assert_eq!(fs::read_dir(&group).unwrap().count(), 0);
+        fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        for file in ["memory.low", "memory.min"] {
+            fs::write(group.join(file), "").unwrap();
+        }
+        set(policy).unwrap();
+        let written = ["memory.swap.max", "memory.low", "memory.min"].map(read);
+        assert_eq!(written, [None, Some("max".to_owned()), Some("4096".to_owned())], "a kernel without swap");
+        fs::create_dir(group.join("memory.swap.max")).unwrap();
+        let error = set(policy).unwrap_err();
+        assert!(error.to_string().contains("pods/a/memory.swap.max"), "{error}");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use nacelle_base::descriptors::receive_descriptor;
 use nacelle_daemon::lifecycle::services::{Admit, Pods};
 use nacelle_model::process::PodProcess;
 use nacelle_model::process::ProcessIdentity;
+use nacelle_pod::MemoryPolicy;
 use nacelle_pod::affinity::AffinityError;
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::{ContainerPhase, Phase, SavedContainerState, SavedPodState};
@@ -39,6 +40,8 @@ pub struct FakePods {
     pub confined: Mutex<Vec<BTreeSet<u32>>>,
     /// The numbers of pinned vCPUs in the same requests.
     pub pinned: Mutex<Vec<Option<u32>>>,
+    /// The memory policies of VMs, in order.
+    pub memory_policies: Mutex<Vec<MemoryPolicy>>,
     /// The kernels with which VMs were started, and the contents of their files at that time.
     pub kernels: Mutex<Vec<(PathBuf, Option<Vec<u8>>)>>,
 }
@@ -50,6 +53,7 @@ impl FakePods {
             processes: Mutex::default(),
             confined: Mutex::default(),
             pinned: Mutex::default(),
+            memory_policies: Mutex::default(),
             kernels: Mutex::default(),
         }
     }
@@ -99,7 +103,8 @@ impl FakePods {
         waits.args(["-c", "read word && exec sleep 3600"]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = waits.spawn().unwrap();
         nacelle_pod::identity::write(&identity(&child), dir).unwrap();
-        let started = PodProcess { identity: identity(&child), cgroup: None, scratch: spec.scratch_file() };
+        let cgroup = spec.jail.as_ref().and_then(|jail| jail.cgroup.clone());
+        let started = PodProcess { identity: identity(&child), cgroup, scratch: spec.scratch_file() };
         if let Err(error) = admit(started).await {
             child.kill().unwrap();
             child.wait().unwrap();
@@ -188,6 +193,14 @@ impl Pods for FakePods {
         }
         self.confined.lock().unwrap().push(processors);
         self.pinned.lock().unwrap().push(pinned);
+        Ok(())
+    }
+
+    async fn set_memory_policy(&self, _group: &Path, policy: MemoryPolicy) -> Result<(), ClientError> {
+        if self.script.conflicts("set memory policy") {
+            return Err(ClientError::NotRunning { dir: PathBuf::new() });
+        }
+        self.memory_policies.lock().unwrap().push(policy);
         Ok(())
     }
 

@@ -28,6 +28,7 @@ use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::{PodResources, Resources};
 use nacelle_model::state;
 use nacelle_model::state::PodEvent;
+use nacelle_pod::MemoryPolicy;
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_store::{Change, StoreError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -101,6 +102,8 @@ pub(crate) struct Actor {
     timeline: Timeline,
     /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
     confined: Option<(BTreeSet<u32>, Option<u32>)>,
+    /// The memory policy of the VM's cgroup; `None` if unknown.
+    memory_policy: Option<MemoryPolicy>,
     ended: bool,
 }
 
@@ -118,6 +121,7 @@ pub(crate) fn new(
     let actor = Actor {
         // A booting VM is not confined yet.
         confined: (pod.state == state::PodState::Booting).then(Default::default),
+        memory_policy: (pod.state == state::PodState::Booting).then(Default::default),
         services,
         table,
         pod,

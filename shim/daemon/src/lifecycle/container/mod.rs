@@ -6,6 +6,7 @@ pub(crate) mod create;
 pub(crate) mod exec;
 pub(crate) mod log;
 mod machine;
+pub(crate) mod memory_policy;
 pub(crate) mod prepare;
 pub(crate) mod remove;
 pub(crate) mod report;

@@ -2,9 +2,11 @@
 //! implements them. All pods share the implementations.
 
 use crate::systemd::{Scope, ScopeError};
+use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Classify, PodId};
 use nacelle_model::process::PodProcess;
 use nacelle_net::{Attachment, CniError, KnownPods, NetError, NodeNetworks, PodRef};
+use nacelle_pod::MemoryPolicy;
 use nacelle_pod::affinity::{self, AffinityError};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::SavedPodState;
@@ -59,6 +61,9 @@ pub trait Pods: Send + Sync + 'static {
     async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
         affinity::set_pod_affinity(dir, processors, pinned).await
     }
+
+    /// Sets what the pod process and the VM may keep in swap, and what of their memory is protected from reclaim.
+    async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError>;
 
     /// Returns whether the node's kernel has killed one of the pod's processes for lack of memory.
     async fn out_of_memory(&self, dir: &Path) -> bool {
@@ -116,6 +121,17 @@ impl Pods for Processes {
     async fn keep_controllers(&self, group: &Path) -> Result<(), ClientError> {
         let Some(scope) = Scope::of(group) else { return Ok(()) };
         scope.keep_slice().await.map_err(|error| of_group(&scope, error))
+    }
+
+    async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError> {
+        match Scope::of(group) {
+            // systemd writes these files of its units itself, whenever it likes.
+            Some(scope) => scope.set_memory_policy(policy).await.map_err(|error| of_group(&scope, error)),
+            None => {
+                let group = group.to_owned();
+                Ok(run_blocking_or_panic(move || nacelle_pod::set_memory_policy(&group, policy)).await?)
+            }
+        }
     }
 }
 

@@ -41,8 +41,13 @@ impl Actor {
         Err(LifecycleError::TooFewCpus { id, requested, left, vcpus })
     }
 
-    /// Confines the VM to the CPUs of the pod's containers and of a container to be created.
+    /// Confines the VM to the CPUs and the swap of the pod's containers and of a container to be created.
     pub(crate) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
+        self.confine_cpus(new).await?;
+        self.apply_memory_policy(new).await
+    }
+
+    async fn confine_cpus(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
         if self.client.is_none() || !self.pod.config.kind.has_guest() {
             return Ok(());
         }

@@ -2,6 +2,7 @@
 
 mod cpus;
 mod create;
+mod memory_policy;
 mod remove;
 mod start;
 mod stop;
