@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::image_files::mount_files;
 use crate::{paths, sys};
 
 /// The time in which a disk must reach its new size: the kernel reads it some time after the host has changed it.
@@ -165,7 +166,7 @@ impl GuestDisks {
         let layers: Vec<PathBuf> = layers.iter().map(|layer| paths::node_path(layer)).collect();
         let point = mount_point(number);
         fs::create_dir_all(&point)
-            .and_then(|()| sys::mount_erofs(&paths::node_path(tree), &layers, &point))
+            .and_then(|()| mount_files(&paths::node_path(tree), &layers, &point, &paths::node_path(Path::new("/dev"))))
             .map_err(io_error("mount the image", tree))?;
         attached.insert(number, ImageSource::Files(files));
         Ok(())

@@ -11,6 +11,7 @@ pub mod frame;
 pub mod fuzz;
 pub mod huge_pages;
 pub mod image;
+mod image_files;
 pub mod listener;
 pub mod log;
 pub mod memory;

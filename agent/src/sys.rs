@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "ioctls, bpf and fork have no safe wrapper")]
 
+use linux_raw_sys::loop_device;
 pub use nacelle_base::pidfd::{pidfd_open, pidfd_signal};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use std::ffi::{CStr, CString, c_int, c_void};
@@ -330,7 +331,28 @@ pub fn register(file: File) -> io::Result<AsyncFd<File>> {
     Ok(unsafe { AsyncFd::register(file)? })
 }
 
-/// Mounts an EROFS image in regular files, read-only, on a directory (file-backed mounts: Linux 6.12 and newer).
+/// Returns the number of a loop device that is free, creating it if there is none. Another process may be faster to use it.
+pub fn find_free_loop_device(control: impl AsFd) -> io::Result<c_int> {
+    let request = libc::Ioctl::from(loop_device::LOOP_CTL_GET_FREE);
+    // SAFETY: no memory is passed.
+    retry_interrupted(|| check(unsafe { libc::ioctl(control.as_fd().as_raw_fd(), request) }))
+}
+
+/// Gives an open loop device this file, read-only, until the last process closes the device and no file system is mounted from it.
+/// Fails with EBUSY if the device has a file.
+pub fn configure_loop_device(device: impl AsFd, file: impl AsFd) -> io::Result<()> {
+    let request = libc::Ioctl::from(loop_device::LOOP_CONFIGURE);
+    // SAFETY: the structure has integers only, for which zeros are valid.
+    let mut config: loop_device::loop_config = unsafe { std::mem::zeroed() };
+    config.fd = file.as_fd().as_raw_fd().unsigned_abs();
+    config.info.lo_flags = loop_device::LO_FLAGS_READ_ONLY as u32 | loop_device::LO_FLAGS_AUTOCLEAR as u32;
+    // SAFETY: the kernel reads the structure, which lives until the call returns; both descriptors are open.
+    retry_interrupted(|| check(unsafe { libc::ioctl(device.as_fd().as_raw_fd(), request, &raw const config) }))
+        .map(drop)
+}
+
+/// Mounts an EROFS image read-only on a directory: from block devices, or from regular files, of which kernels that cannot mount
+/// files (before Linux 6.12) say ENOTBLK.
 pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<()> {
     const SET_FLAG: u32 = 0;
     const SET_STRING: u32 = 1;

@@ -18,6 +18,10 @@ use std::process::{Command, ExitCode};
 
 /// Free disk space in bytes that the first images need.
 const MIN_FREE_DISK: u64 = 2 << 30;
+/// The oldest kernel for engine host.
+const ENGINE_HOST: (u32, u32) = (6, 1);
+/// The first kernel that mounts EROFS from files.
+const MOUNTS_FILES: (u32, u32) = (6, 12);
 /// The kernel's vhost device for guests' network packets.
 const VHOST_NET: &str = "/dev/vhost-net";
 
@@ -226,18 +230,7 @@ fn check_engine_host(agent: &Path) -> Vec<Finding> {
     let systems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
     let has = |name: &str| systems.lines().any(|line| line.split_whitespace().last() == Some(name));
     let missing: Vec<_> = ["erofs", "overlay"].into_iter().filter(|name| !has(name)).collect();
-    let images = match (missing.as_slice(), is_linux_6_12_or_newer()) {
-        ([], true) => finding(Severity::Ok, "erofs", "the node's kernel mounts images from files (engine host)"),
-        (_, false) => {
-            finding(Severity::Fail, "erofs", "engine host needs Linux 6.12 or newer, which mounts images from files")
-        }
-        (missing, true) => {
-            let missing = missing.join(" and ");
-            let message =
-                format!("engine host: no {missing} yet; the kernel loads it with the first pod, if it is a module");
-            finding(Severity::Note, "erofs", message)
-        }
-    };
+    let images = check_image_mounts(&missing, kernel_version(), Path::new("/dev/loop-control").exists());
     let controllers = std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
     let limits = match ["cpu", "memory", "pids"].iter().all(|name| controllers.split_whitespace().any(|c| c == *name)) {
         true => finding(Severity::Ok, "limits", "cgroup v2 limits containers of engine host"),
@@ -265,12 +258,34 @@ fn check_apparmor(node: &Apparmor) -> Finding {
     }
 }
 
-/// Returns whether the kernel is 6.12 or newer, which can mount EROFS from a file.
-fn is_linux_6_12_or_newer() -> bool {
-    let Ok(name) = nix::sys::utsname::uname() else { return false };
+/// Checks how the node mounts images for engine host. `missing` are file systems that the kernel does not have yet.
+fn check_image_mounts(missing: &[&str], kernel: (u32, u32), has_loop_devices: bool) -> Finding {
+    let (severity, message) = match (missing, kernel >= MOUNTS_FILES) {
+        _ if kernel < ENGINE_HOST => (
+            Severity::Fail,
+            "engine host needs Linux 6.1 or newer, which mounts an image from several devices".to_owned(),
+        ),
+        (_, false) if !has_loop_devices => {
+            let message = "engine host needs /dev/loop-control to mount images before Linux 6.12: load the module loop";
+            (Severity::Fail, message.to_owned())
+        }
+        ([], true) => (Severity::Ok, "the node's kernel mounts images from files (engine host)".to_owned()),
+        ([], false) => (Severity::Ok, "the node mounts images by loop devices (engine host)".to_owned()),
+        (missing, _) => {
+            let missing = missing.join(" and ");
+            let message = "yet; the kernel loads it with the first pod, if it is a module";
+            (Severity::Note, format!("engine host: no {missing} {message}"))
+        }
+    };
+    finding(severity, "erofs", message)
+}
+
+/// Returns the first two numbers of the kernel's version; 0 for what cannot be read.
+fn kernel_version() -> (u32, u32) {
+    let Ok(name) = nix::sys::utsname::uname() else { return (0, 0) };
     let release = name.release().to_string_lossy();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 12)
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 /// Checks QEMU. `needs` (a handler needs it) determines the severity if it is missing.
@@ -422,6 +437,23 @@ mod tests {
             (KvmVerdict::Interpreted { took }, "interprets guest kernels (probe: 45ms)"),
             (KvmVerdict::Broken { why: "out of luck".into() }, "(out of luck)"),
         ]
+    }
+
+    #[test]
+    fn engine_host_mounts_images_by_loop_devices_before_linux_6_12() {
+        for (missing, kernel, has_loop, severity, words) in [
+            (&[][..], (6, 12), false, Severity::Ok, "from files"),
+            (&[], (7, 0), false, Severity::Ok, "from files"),
+            (&["erofs", "overlay"], (6, 12), false, Severity::Note, "no erofs and overlay yet"),
+            (&[], (6, 1), true, Severity::Ok, "by loop devices"),
+            (&["erofs"], (6, 11), true, Severity::Note, "no erofs yet"),
+            (&[], (6, 1), false, Severity::Fail, "load the module loop"),
+            (&[], (5, 15), true, Severity::Fail, "needs Linux 6.1"),
+            (&["erofs"], (0, 0), true, Severity::Fail, "needs Linux 6.1"),
+        ] {
+            let found = check_image_mounts(missing, kernel, has_loop);
+            assert!(found.severity == severity && found.message.contains(words), "{kernel:?}: {found}");
+        }
     }
 
     #[test]
