@@ -34,6 +34,8 @@ pub mod timeline;
 pub mod undo;
 pub mod user_namespace;
 pub mod writeback;
+#[cfg(feature = "yaml")]
+pub mod yaml;
 
 pub use error::{Chain, Classify, FailureKind};
 pub use id::{ContainerId, IdError, PodId};

@@ -2,9 +2,8 @@
 //! tags and duplicate keys.
 
 use crate::cause::{Causes, Rule};
+use nacelle_base::yaml::{self, NumberStyle, YamlLimits};
 use serde_json::Value;
-use serde_saphyr::budget::BudgetBreach;
-use serde_saphyr::options::{DuplicateKeyPolicy, MergeKeyPolicy, NonFiniteFloatPolicy};
 use serde_saphyr::{Error, Options};
 
 /// The maximum size of a document in bytes: Kubernetes' limit for all annotations of an object.
@@ -16,43 +15,25 @@ pub const MAX_NODES: usize = 20_000;
 /// The maximum number of documents in a file.
 pub const MAX_DOCUMENTS: usize = 256;
 
+fn limits(documents: usize) -> YamlLimits {
+    YamlLimits { bytes: MAX_BYTES, depth: MAX_DEPTH, values: MAX_NODES, documents }
+}
+
 fn options(documents: usize) -> Options {
-    serde_saphyr::options! {
-        budget: serde_saphyr::budget! {
-            max_reader_input_bytes: Some(MAX_BYTES),
-            max_events: MAX_NODES * 3,
-            // Aliases repeat what they name: a few lines can mean billions. A specification does not need them.
-            max_aliases: 0,
-            max_anchors: 0,
-            max_depth: MAX_DEPTH,
-            flow_nesting_limit: MAX_DEPTH,
-            max_documents: documents,
-            max_nodes: MAX_NODES,
-            max_total_scalar_bytes: MAX_BYTES,
-            max_merge_keys: 0,
-        },
-        duplicate_keys: DuplicateKeyPolicy::Error,
-        merge_keys: MergeKeyPolicy::Error,
-        underscored_numbers_as_strings: true,
-        leading_zero_numbers_as_strings: true,
-        strict_booleans: true,
-        reject_unsupported_tags: true,
-        non_finite_float_policy: NonFiniteFloatPolicy::Reject,
-        with_snippet: false,
-    }
+    yaml::options(limits(documents), NumberStyle::Plain)
 }
 
 /// Parses a text with one document. `field` is the path of the text in causes.
 pub fn one(text: &str, field: &str) -> Result<Value, Causes> {
     size(text, field)?;
-    serde_saphyr::from_str_with_options::<Value>(text, options(1)).map_err(|error| broken(&error, field))
+    serde_saphyr::from_str_with_options::<Value>(text, options(1)).map_err(|error| broken(&error, 1, field))
 }
 
 /// Parses a text with several documents. Skips empty ones.
 pub fn all(text: &str, field: &str) -> Result<Vec<Value>, Causes> {
     size(text, field)?;
     let documents = serde_saphyr::from_multiple_with_options::<Value>(text, options(MAX_DOCUMENTS));
-    let documents = documents.map_err(|error| broken(&error, field))?;
+    let documents = documents.map_err(|error| broken(&error, MAX_DOCUMENTS, field))?;
     Ok(documents.into_iter().filter(|document| !document.is_null()).collect())
 }
 
@@ -65,39 +46,11 @@ fn size(text: &str, field: &str) -> Result<(), Causes> {
     causes.into_result()
 }
 
-fn broken(error: &Error, field: &str) -> Causes {
-    let error = error.without_snippet();
-    let why = match error {
-        Error::Budget { breach, .. } => over(breach),
-        Error::MergeKeyNotAllowed { .. } => "merges (<<) are not read".to_owned(),
-        Error::DuplicateMappingKey { key, .. } => match key {
-            Some(key) => format!("the key {key:?} is there twice"),
-            None => "a key is there twice".to_owned(),
-        },
-        Error::MultipleDocuments { .. } => "there must be one document".to_owned(),
-        other => {
-            // The message of a gRPC status and a log line must be one line.
-            let text = other.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-            // The position is at the start of the message.
-            text.rsplit_once(" at line ").map_or(text.clone(), |(text, _)| text.to_owned())
-        }
-    };
-    let place = error.location().map_or_else(String::new, |at| format!("line {} column {}: ", at.line(), at.column()));
+fn broken(error: &Error, documents: usize, field: &str) -> Causes {
     let mut causes = Causes::default();
-    let message = format!("is not a valid document: {place}{why}");
+    let message = format!("is not a valid document: {}", yaml::describe_error(error, limits(documents)));
     causes.forbidden(Rule("document-syntax"), field, message);
     causes
-}
-
-fn over(breach: &BudgetBreach) -> String {
-    match breach {
-        BudgetBreach::Anchors { .. } | BudgetBreach::Aliases { .. } => "anchors and aliases are not read".to_owned(),
-        BudgetBreach::MergeKeys { .. } => "merges (<<) are not read".to_owned(),
-        BudgetBreach::Documents { .. } => "there are too many documents".to_owned(),
-        BudgetBreach::Depth { .. } => format!("it is nested deeper than {MAX_DEPTH}"),
-        BudgetBreach::Nodes { .. } | BudgetBreach::Events { .. } => format!("it has more than {MAX_NODES} values"),
-        _ => "it is larger than what is read".to_owned(),
-    }
 }
 
 #[cfg(test)]
@@ -124,7 +77,7 @@ mod tests {
         }
         assert!(refused("{<<: {a: 1}}").ends_with("merges (<<) are not read"));
         assert!(refused("{a: 1, a: 2}").ends_with("the key \"a\" is there twice"));
-        assert!(refused("a: 1\n---\nb: 1").ends_with("too many documents"));
+        assert!(refused("a: 1\n---\nb: 1").ends_with("there must be one document"));
         assert!(refused(&"- ".repeat(60)).contains("nested deeper than 32"), "{}", refused(&"- ".repeat(60)));
         assert!(one(&"[".repeat(100_000), "x").is_err());
         assert!(refused(&"- a\n".repeat(30_000)).contains("more than 20000 values"));

@@ -3,19 +3,17 @@
 
 use super::names::{is_device_name, is_kind};
 use nacelle_base::json::{self, MAX_VALUES};
+use nacelle_base::yaml::{self, NumberStyle, YamlLimits};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
-use serde_saphyr::budget::BudgetBreach;
-use serde_saphyr::options::{DuplicateKeyPolicy, MergeKeyPolicy, NonFiniteFloatPolicy};
-use serde_saphyr::{Error, Options};
 use std::collections::BTreeMap;
 use std::io;
 
 /// The largest file in bytes.
 pub(super) const MAX_FILE: usize = 1 << 20;
-/// The largest nesting depth of a YAML file. A specification has six levels.
-const MAX_DEPTH: usize = 32;
+/// The limits of a YAML file. A specification has six levels.
+const LIMITS: YamlLimits = YamlLimits { bytes: MAX_FILE, depth: 32, values: MAX_VALUES, documents: 1 };
 /// The released versions, oldest first; 0.1.0 and 0.2.0 never were.
 const VERSIONS: [&str; 8] = ["0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0"];
 
@@ -126,10 +124,14 @@ impl CdiSpec {
             return Err(io::Error::other(format!("more than {MAX_FILE} bytes")));
         }
         let spec: CdiSpec = match format {
-            SpecFormat::Json => json::read(bytes)?,
+            SpecFormat::Json => json::read(bytes).map_err(|error| {
+                let (line, column) = (error.line(), error.column());
+                io::Error::other(format!("line {line} column {column}: {}", cut(&error.to_string())))
+            })?,
             SpecFormat::Yaml => {
                 let text = std::str::from_utf8(bytes).map_err(io::Error::other)?;
-                serde_saphyr::from_str_with_options(text, options()).map_err(|error| io::Error::other(why(&error)))?
+                serde_saphyr::from_str_with_options(text, yaml::options(LIMITS, NumberStyle::LegacyOctal))
+                    .map_err(|error| io::Error::other(cut(&yaml::describe_error(&error, LIMITS))))?
             }
         };
         spec.check().map_err(io::Error::other)?;
@@ -202,54 +204,4 @@ fn starts_with_digit(name: &str) -> bool {
 /// Returns the start of a text of a file, for an error.
 pub(super) fn cut(text: &str) -> String {
     text.chars().take(100).collect()
-}
-
-fn options() -> Options {
-    serde_saphyr::options! {
-        budget: serde_saphyr::budget! {
-            max_reader_input_bytes: Some(MAX_FILE),
-            max_events: MAX_VALUES * 3,
-            // Aliases repeat what they name: a few lines can mean billions.
-            max_aliases: 0,
-            max_anchors: 0,
-            max_depth: MAX_DEPTH,
-            flow_nesting_limit: MAX_DEPTH,
-            max_documents: 1,
-            max_nodes: MAX_VALUES,
-            max_total_scalar_bytes: MAX_FILE,
-            max_merge_keys: 0,
-        },
-        duplicate_keys: DuplicateKeyPolicy::Error,
-        merge_keys: MergeKeyPolicy::Error,
-        // `fileMode: 0660` is octal for Go's libraries.
-        legacy_octal_numbers: true,
-        strict_booleans: true,
-        reject_unsupported_tags: true,
-        non_finite_float_policy: NonFiniteFloatPolicy::Reject,
-        with_snippet: false,
-    }
-}
-
-/// Returns the reason and the place of an error on one line.
-fn why(error: &Error) -> String {
-    let error = error.without_snippet();
-    let why = match error {
-        Error::Budget { breach: BudgetBreach::Anchors { .. } | BudgetBreach::Aliases { .. }, .. } => {
-            "anchors and aliases are not read".to_owned()
-        }
-        Error::Budget { breach: BudgetBreach::Depth { .. }, .. } => format!("it is nested deeper than {MAX_DEPTH}"),
-        Error::Budget { breach: BudgetBreach::Nodes { .. } | BudgetBreach::Events { .. }, .. } => {
-            format!("it has more than {MAX_VALUES} values")
-        }
-        Error::MultipleDocuments { .. } | Error::Budget { breach: BudgetBreach::Documents { .. }, .. } => {
-            "there must be one document".to_owned()
-        }
-        Error::Budget { .. } => "it is larger than what is read".to_owned(),
-        other => {
-            let text = other.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-            // The position is in front.
-            cut(text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text))
-        }
-    };
-    error.location().map_or_else(|| why.clone(), |at| format!("line {} column {}: {why}", at.line(), at.column()))
 }

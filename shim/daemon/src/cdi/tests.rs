@@ -282,6 +282,18 @@ fn files_that_the_format_does_not_have_are_skipped() {
         let why = yaml(rest);
         assert!(why.contains(words) && !why.contains('\n') && why.len() < 400, "{why}");
     }
+    // YAML allows a key of a mapping 1,024 characters.
+    let long = "k".repeat(1000);
+    let mut with_long_key = spec("v/c", "d", json!({}));
+    with_long_key[long.as_str()] = json!(1);
+    for (file, content) in [
+        ("a.json", with_long_key),
+        ("a.yaml", json!(format!("{head}{long}: 1\n"))),
+        ("a.yaml", json!(format!("{head}{long}: 1\n{long}: 1\n"))),
+    ] {
+        let why = skipped_because(file, content);
+        assert!(why.contains("line ") && why.contains("kkkk") && why.len() < 400, "{why}");
+    }
     let why = skipped_because("a.json", json!({ "cdiVersion": "0.5.0", "kind": "v", "devices": [] }));
     assert!(why.contains("kind is \"v\""), "{why}");
 }
