@@ -5,9 +5,12 @@ use crate::sys;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// How often another process may be faster to use a free loop device.
-const MAX_RACES: u32 = 64;
+/// The number of attempts to get a loop device, which another process may take or remove meanwhile.
+const ATTEMPTS: u32 = 100;
+/// The pause between two attempts; a multiple that depends on the process, so that processes do not meet again.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// Mounts the image of these files, the tree and its layers, read-only on a directory. `devices` is the node's /dev.
 pub(crate) fn mount_files(tree: &Path, layers: &[PathBuf], point: &Path, devices: &Path) -> io::Result<()> {
@@ -35,15 +38,24 @@ impl LoopDevice {
     fn attach(path: &Path, devices: &Path) -> io::Result<LoopDevice> {
         let file = File::open(path)?;
         let control = OpenOptions::new().read(true).write(true).open(devices.join("loop-control"))?;
-        for _ in 0..MAX_RACES {
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
             let path = devices.join(format!("loop{}", sys::find_free_loop_device(&control)?));
-            let device = File::open(&path)?;
-            match sys::configure_loop_device(&device, &file) {
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
-                result => return result.map(|()| LoopDevice { path, _open: device }),
+            let attached = File::open(&path).and_then(|device| {
+                sys::configure_loop_device(&device, &file)?;
+                Ok(LoopDevice { path, _open: device })
+            });
+            let lost = [libc::EBUSY, libc::ENOENT, libc::ENXIO, libc::ENODEV];
+            match attached {
+                Err(error)
+                    if attempt < ATTEMPTS && error.raw_os_error().is_some_and(|number| lost.contains(&number)) =>
+                {
+                    std::thread::sleep(PAUSE * (1 + std::process::id() % 16));
+                }
+                result => return result,
             }
         }
-        Err(io::Error::from_raw_os_error(libc::EBUSY))
     }
 }
 

@@ -351,8 +351,8 @@ pub fn configure_loop_device(device: impl AsFd, file: impl AsFd) -> io::Result<(
         .map(drop)
 }
 
-/// Mounts an EROFS image read-only on a directory: from block devices, or from regular files, of which kernels that cannot mount
-/// files (before Linux 6.12) say ENOTBLK.
+/// Mounts an EROFS image read-only on a directory, from block devices or from regular files. Kernels that cannot mount files
+/// (before Linux 6.12) fail with ENOTBLK.
 pub fn mount_erofs(tree: &Path, layers: &[PathBuf], point: &Path) -> io::Result<()> {
     const SET_FLAG: u32 = 0;
     const SET_STRING: u32 = 1;

@@ -16,8 +16,9 @@ fn can_run_without_guest() -> bool {
     let erofs =
         fs::read_to_string("/proc/filesystems").unwrap_or_default().lines().any(|line| line.ends_with("\terofs"));
     let agent = path_from_env("NACELLE_BIN").with_file_name("nacelle-agent");
-    let missing = match (version >= (6, 12), erofs, agent.exists()) {
-        (false, ..) => format!("Linux {release} mounts no EROFS from files, 6.12 does"),
+    let mounts_images = version >= (6, 12) || version >= (6, 1) && Path::new("/dev/loop-control").exists();
+    let missing = match (mounts_images, erofs, agent.exists()) {
+        (false, ..) => format!("Linux {release} is older than 6.1, or older than 6.12 and without loop devices"),
         (_, false, _) => "the kernel has no EROFS".to_owned(),
         (.., false) => format!("{} is not there", agent.display()),
         _ => return true,

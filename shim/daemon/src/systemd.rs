@@ -280,8 +280,9 @@ mod tests {
         }
 
         async fn set_unit_properties(&self, name: String, runtime: bool, properties: Properties) {
-            let names: Vec<_> = properties.iter().map(|(name, _)| name.as_str()).collect();
-            *self.seen.lock().unwrap() = vec![format!("{name} {runtime} {}", names.join(" "))];
+            let mut seen = vec![format!("{name} {runtime}")];
+            seen.extend(properties.iter().map(|(name, value)| format!("{name}={value:?}")));
+            *self.seen.lock().unwrap() = seen;
         }
     }
 
@@ -316,11 +317,15 @@ mod tests {
         );
         scope.keep_slice_over(&client, "0-1").await.unwrap();
         let text = seen.lock().unwrap().join(" ");
-        assert_eq!(text, "kubepods-podab.slice true AllowedCPUs IOAccounting MemoryAccounting TasksAccounting");
+        assert!(text.starts_with("kubepods-podab.slice true AllowedCPUs="), "{text}");
+        for property in ["U8(3)", "IOAccounting=", "MemoryAccounting=", "TasksAccounting="] {
+            assert!(text.contains(property), "{property}: {text}");
+        }
         let policy = MemoryPolicy { swap_max: 5, low: 6, min: 7 };
         scope.set_memory_policy_over(&client, policy).await.unwrap();
-        let text = seen.lock().unwrap().join(" ");
-        assert_eq!(text, "nacelle-x.scope true MemorySwapMax MemoryLow MemoryMin");
+        let expected = [("MemorySwapMax", 5), ("MemoryLow", 6), ("MemoryMin", 7)]
+            .map(|(name, bytes)| format!("{name}=OwnedVariant(U64({bytes}))"));
+        assert_eq!(*seen.lock().unwrap(), [&["nacelle-x.scope true".to_owned()][..], &expected].concat());
         let ended = scope.start_over(&client, 78, proc.path()).await.unwrap_err();
         assert!(matches!(ended, ScopeError::Ended { pid: 78, .. }), "{ended:?}");
     }

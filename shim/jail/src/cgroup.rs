@@ -151,6 +151,11 @@ fn oom_kills_below(root: &Path, group: &Path) -> u64 {
     directories_below(root, group).iter().find_map(of).unwrap_or(0)
 }
 
+/// Returns whether the node has cgroup v2 only.
+pub fn is_unified() -> bool {
+    is_v2(Path::new(CGROUP_ROOT))
+}
+
 /// What a cgroup may keep in swap, and what of its memory is protected from reclaim; all of it in bytes, [`u64::MAX`] is "max"
 /// (cgroup-v2.rst, "Memory Interface Files").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -49,7 +49,9 @@ pub use jail::{
     Access as PathAccess, ExpectedJail, MountNamespaceError, ResourceLimits, check_idmapped_mounts, expected_jail,
 };
 pub use machine::{CONSOLE_FILE, tap_name};
-pub use nacelle_jail::cgroup::{MemoryPolicy, Usage as GroupUsage, cpu_limit, memory_limit, set_memory_policy};
+pub use nacelle_jail::cgroup::{
+    MemoryPolicy, Usage as GroupUsage, cpu_limit, is_unified, memory_limit, set_memory_policy,
+};
 pub use nacelle_jail::disk_limits::check_disk_limits;
 pub use run_dir::{SOCKET_FILE, STREAM_SOCKET_FILE, create_jail, jail_dir, jailed};
 

@@ -125,8 +125,11 @@ impl CdiSpec {
         }
         let spec: CdiSpec = match format {
             SpecFormat::Json => json::read(bytes).map_err(|error| {
-                let (line, column) = (error.line(), error.column());
-                io::Error::other(format!("line {line} column {column}: {}", cut(&error.to_string())))
+                let text = error.to_string();
+                match text.rsplit_once(" at line ") {
+                    Some((why, position)) => io::Error::other(format!("{} at line {position}", cut(why))),
+                    None => io::Error::other(cut(&text)),
+                }
             })?,
             SpecFormat::Yaml => {
                 let text = std::str::from_utf8(bytes).map_err(io::Error::other)?;

@@ -216,7 +216,7 @@ fn check_vhost_net(path: &Path, verdict: &KvmVerdict) -> Finding {
     }
 }
 
-/// Checks what pods without a guest need: the agent, EROFS images mounted from files, and a cgroup hierarchy with limits.
+/// Checks what pods without a guest need: the agent, mounts of EROFS images, and a cgroup hierarchy with limits.
 fn check_engine_host(agent: &Path) -> Vec<Finding> {
     let program = match std::fs::metadata(agent) {
         Ok(data) if data.is_file() => finding(Severity::Ok, "agent", format!("{} (engine host)", agent.display())),
@@ -261,10 +261,7 @@ fn check_apparmor(node: &Apparmor) -> Finding {
 /// Checks how the node mounts images for engine host. `missing` are file systems that the kernel does not have yet.
 fn check_image_mounts(missing: &[&str], kernel: (u32, u32), has_loop_devices: bool) -> Finding {
     let (severity, message) = match (missing, kernel >= MOUNTS_FILES) {
-        _ if kernel < ENGINE_HOST => (
-            Severity::Fail,
-            "engine host needs Linux 6.1 or newer, which mounts an image from several devices".to_owned(),
-        ),
+        _ if kernel < ENGINE_HOST => (Severity::Fail, "engine host needs Linux 6.1 or newer".to_owned()),
         (_, false) if !has_loop_devices => {
             let message = "engine host needs /dev/loop-control to mount images before Linux 6.12: load the module loop";
             (Severity::Fail, message.to_owned())

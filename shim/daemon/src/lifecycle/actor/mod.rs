@@ -290,7 +290,7 @@ impl Actor {
         match self.pod.state {
             state::PodState::Ready => {
                 answer_all(&mut self.wait_ready, &Ok(()));
-                if let Err(error) = self.confine(None).await {
+                if let Err(error) = self.confine_again().await {
                     tracing::warn!(pod = %self.pod.id, "{}", Chain(&error));
                 }
             }

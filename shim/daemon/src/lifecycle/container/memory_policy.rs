@@ -7,19 +7,17 @@ use nacelle_pod::MemoryPolicy;
 
 /// Returns the sums over containers with these limits; `None` without a container. One container that may swap without a limit,
 /// or of which no limit is known, leaves the VM without one.
-pub(crate) fn together(limits: impl Iterator<Item = Resources>) -> Option<MemoryPolicy> {
-    limits.map(|limits| of_one(&limits)).reduce(|sum, one| MemoryPolicy {
+pub(crate) fn add_up(limits: impl Iterator<Item = Resources>) -> Option<MemoryPolicy> {
+    limits.map(|limits| read_policy(&limits)).reduce(|sum, one| MemoryPolicy {
         swap_max: sum.swap_max.saturating_add(one.swap_max),
         low: sum.low.saturating_add(one.low),
         min: sum.min.saturating_add(one.min),
     })
 }
 
-fn of_one(limits: &Resources) -> MemoryPolicy {
-    let file = |name: &str| match limits.unified.get(name)?.trim() {
-        "max" => Some(u64::MAX),
-        number => number.parse().ok(),
-    };
+fn read_policy(limits: &Resources) -> MemoryPolicy {
+    // A value that only the kernel can read counts as 0: no swap, and no protection.
+    let file = |name: &str| limits.unified.get(name).map(|value| parse_bytes(value.trim()).unwrap_or(0));
     let from_both = || match limits.swap_limit()? {
         UNLIMITED => None,
         bytes => u64::try_from(bytes).ok(),
@@ -29,6 +27,26 @@ fn of_one(limits: &Resources) -> MemoryPolicy {
         low: file("memory.low").unwrap_or(0),
         min: file("memory.min").unwrap_or(0),
     }
+}
+
+/// Parses a number of bytes as the kernel does for files of a cgroup: "max", or a number with a unit (lib/cmdline.c, `memparse`).
+/// Octal numbers are not read.
+fn parse_bytes(text: &str) -> Option<u64> {
+    if text == "max" {
+        return Some(u64::MAX);
+    }
+    let units = ['K', 'M', 'G', 'T', 'P', 'E'];
+    let unit = units.iter().zip(1..).find(|(unit, _)| text.ends_with([**unit, unit.to_ascii_lowercase()]));
+    let (number, shift) = match (unit, text.strip_prefix("0x")) {
+        // The last digit of a hexadecimal number may be the name of a unit.
+        (_, Some(digits)) => return u64::from_str_radix(digits, 16).ok(),
+        (Some((_, exponent)), None) => (text.get(..text.len() - 1)?, exponent * 10),
+        (None, None) => (text, 0),
+    };
+    if number.len() > 1 && number.starts_with('0') || !number.bytes().all(|digit| digit.is_ascii_digit()) {
+        return None;
+    }
+    number.parse::<u64>().ok()?.checked_mul(1_u64 << shift)
 }
 
 #[cfg(test)]
@@ -70,11 +88,18 @@ mod tests {
                 policy(u64::MAX, 4, 8),
             ),
             (vec![unified(&[("memory.min", "max")]), unified(&[("memory.min", "5")])], policy(u64::MAX, 0, u64::MAX)),
-            // What is no number is the kernel's to refuse in the guest.
-            (vec![unified(&[("memory.swap.max", "x"), ("memory.low", "-1")])], anything),
+            (vec![unified(&[("memory.swap.max", "x"), ("memory.low", "-1")])], policy(0, 0, 0)),
+            (
+                vec![unified(&[("memory.swap.max", "1M"), ("memory.low", "2k"), ("memory.min", "0x10")])],
+                policy(1 << 20, 2048, 16),
+            ),
         ] {
-            assert_eq!(together(containers.clone().into_iter()), Some(expected), "{containers:?}");
+            assert_eq!(add_up(containers.clone().into_iter()), Some(expected), "{containers:?}");
         }
-        assert_eq!(together(std::iter::empty()), None);
+        assert_eq!(add_up(std::iter::empty()), None);
+        for unreadable in ["", "K", "010", "+1", "1 K", "1KK", "0x", "16E", "-1", "é"] {
+            assert_eq!(parse_bytes(unreadable), None, "{unreadable}");
+        }
+        assert_eq!(parse_bytes("15E"), Some(15 << 60));
     }
 }

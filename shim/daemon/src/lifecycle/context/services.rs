@@ -125,9 +125,11 @@ impl Pods for Processes {
 
     async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError> {
         match Scope::of(group) {
-            // systemd writes these files of its units itself, whenever it likes.
-            Some(scope) => scope.set_memory_policy(policy).await.map_err(|error| of_group(&scope, error)),
-            None => {
+            // systemd writes these files of its units itself, at any time.
+            Some(scope) if nacelle_pod::is_unified() => {
+                scope.set_memory_policy(policy).await.map_err(|error| of_group(&scope, error))
+            }
+            _ => {
                 let group = group.to_owned();
                 Ok(run_blocking_or_panic(move || nacelle_pod::set_memory_policy(&group, policy)).await?)
             }

@@ -41,10 +41,21 @@ impl Actor {
         Err(LifecycleError::TooFewCpus { id, requested, left, vcpus })
     }
 
-    /// Confines the VM to the CPUs and the swap of the pod's containers and of a container to be created.
+    /// Confines the VM to the CPUs of the pod's containers and of a container to be created, and applies their memory policy.
+    /// Continues after a failure, and returns the first one.
     pub(crate) async fn confine(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {
-        self.confine_cpus(new).await?;
-        self.apply_memory_policy(new).await
+        let confined = self.confine_cpus(new).await;
+        confined.and(self.apply_memory_policy(new).await)
+    }
+
+    /// Does the same when a container has ended. What has failed is left to the next creation or change: this runs after each
+    /// message, and systemd may be slow to answer.
+    pub(crate) async fn confine_again(&mut self) -> Result<(), LifecycleError> {
+        let confined = self.confine_cpus(None).await;
+        match self.memory_policy {
+            Some(_) => confined.and(self.apply_memory_policy(None).await),
+            None => confined,
+        }
     }
 
     async fn confine_cpus(&mut self, new: Option<&Resources>) -> Result<(), LifecycleError> {

@@ -18,13 +18,13 @@ impl Actor {
             None => entry.record.resources().clone(),
         });
         // A pod without running containers keeps its policy: one of them may be about to be started again.
-        let Some(wanted) = memory_policy::together(of.chain(new.cloned())) else { return Ok(()) };
+        let Some(wanted) = memory_policy::add_up(of.chain(new.cloned())) else { return Ok(()) };
         if self.memory_policy == Some(wanted) {
             return Ok(());
         }
         self.memory_policy = None;
         let set = self.services.pods.set_memory_policy(&group, wanted).await;
-        set.map_err(at("set the swap limit of the pod's VM"))?;
+        set.map_err(at("set the memory policy of the pod's VM"))?;
         self.memory_policy = Some(wanted);
         Ok(())
     }
