@@ -2,6 +2,7 @@
 //! EROFS_FS_BACKED_BY_FILE, get a loop device for each file, which the kernel releases with the mount.
 
 use crate::sys;
+use nacelle_base::random;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,8 @@ use std::time::Duration;
 
 /// The number of attempts to get a loop device, which another process may take or remove meanwhile.
 const ATTEMPTS: u32 = 100;
-/// The pause between two attempts; a multiple that depends on the process, so that processes do not meet again.
+/// The unit of the pause between two attempts, which has a random length: agents that start together do not meet again. Their
+/// process ids may be the same, each in its namespace.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Mounts the image of these files, the tree and its layers, read-only on a directory. `devices` is the node's /dev.
@@ -51,7 +53,9 @@ impl LoopDevice {
                 Err(error)
                     if attempt < ATTEMPTS && error.raw_os_error().is_some_and(|number| lost.contains(&number)) =>
                 {
-                    std::thread::sleep(PAUSE * (1 + std::process::id() % 16));
+                    let mut units = [0];
+                    random::fill(&mut units)?;
+                    std::thread::sleep(PAUSE * (1 + u32::from(units[0] % 16)));
                 }
                 result => return result,
             }
