@@ -11,7 +11,9 @@ use nacelle_proto::agent::{
     AttachImageRequest, BootConfig, CreateContainerRequest, DetachImageRequest, ExecRequest, PidMode, RenewRequest,
     SignalRequest, WaitRequest,
 };
-use nacelle_proto::common::{ContainerRef, Dns, Empty, Interface, ResizeRequest, Route, Stream};
+use nacelle_proto::common::{
+    ContainerRef, Dns, Empty, Interface, Limit, ResizeRequest, Route, Stream, UpdateContainerRequest,
+};
 use serde_json::json;
 use std::io::{Read, Write};
 use tonic::Code;
@@ -229,6 +231,24 @@ fn limits_hold_and_neighbours_live() {
         assert_eq!(lines[..3], ["33554432", "50", "50000 100000"], "{output}");
         assert_eq!(lines[4..], ["1", "alive"], "{output}");
         assert_eq!((exit.code, exit.oom_killed), (0, false));
+
+        // A CPU limit of one thousandth holds for the container, not for what creates it.
+        guest
+            .create("slow", "busybox grep nr_throttled /sys/fs/cgroup/cpu.stat", |spec, _| {
+                spec["linux"]["resources"]["cpu"] = json!({ "quota": 1000, "period": 1_000_000 });
+            })
+            .await;
+        let limits = vec![Limit { file: "cpu.max".into(), value: "max 100000".into() }];
+        let update = UpdateContainerRequest { id: "slow".into(), limits, ..UpdateContainerRequest::default() };
+        guest.agent.update_container(update).await.unwrap();
+        guest.start("slow").await;
+        assert_eq!(guest.output("slow", "", Stream::Stdout).await, "nr_throttled 0\n");
+        guest.agent.remove_container(ContainerRef { id: "slow".into() }).await.unwrap();
+        let (mut spec, mut request) = machine::container("too-slow", "true");
+        spec["linux"]["resources"]["cpu"] = json!({ "quota": 1 });
+        request.oci_spec = spec.to_string().into_bytes();
+        let error = guest.agent.create_container(request).await.unwrap_err();
+        assert!(error.code() == Code::InvalidArgument && error.message().contains("cpu.max"), "{error}");
 
         let script = "mknod /tmp/vda b 254 0; cat /tmp/vda >/dev/null || echo denied; echo x >/dev/null && echo null; \
             ls /dev; cat /proc/keys | wc -c; echo 1 >/proc/sys/kernel/panic || echo read-only; touch /x && echo written";

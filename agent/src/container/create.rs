@@ -8,6 +8,7 @@ use libcontainer::oci_spec::runtime::LinuxNamespaceType;
 use nacelle_base::undo::UndoStack;
 use nacelle_proto::common::CreateContainerResponse;
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
@@ -22,7 +23,7 @@ use super::record::GuestContainer;
 use super::remove::KILL_TIMEOUT;
 use super::spawn::StdioOptions;
 use super::spec::{OciSpecError, PidNamespace};
-use super::{mapped_mounts, root};
+use super::{limits, mapped_mounts, root};
 use crate::rootfs::{RootError, proc_mount_points};
 use crate::zygote::{CreateCommand, ZygoteRequest};
 use crate::{cgroup, sys};
@@ -91,7 +92,8 @@ impl AgentPod {
         Ok(response)
     }
 
-    /// Makes the first process by the zygote, then attaches the device rules and sets the terminal size, which libcontainer does not.
+    /// Makes the first process by the zygote, then attaches the device rules, sets the terminal size and limits the CPU time, which
+    /// libcontainer does not.
     async fn create_first_process(
         self: &Arc<Self>,
         id: &str,
@@ -99,7 +101,7 @@ impl AgentPod {
         stdin: bool,
         namespace: PidNamespace,
     ) -> Result<GuestContainer, AgentError> {
-        let PreparedContainer { spec, late_mounts, response } = prepared;
+        let PreparedContainer { spec, late_mounts, cpu_limit, response } = prepared;
         let missing = |part| AgentError::Spec { id: id.to_owned(), source: OciSpecError::Missing { part } };
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
@@ -120,6 +122,10 @@ impl AgentPod {
             let saturate = |number: u64| u16::try_from(number).unwrap_or(u16::MAX);
             sys::set_window_size(terminal, saturate(size.width()), saturate(size.height()))
                 .map_err(AgentError::io("size the terminal", id))?;
+        }
+        if let Some(limit) = cpu_limit {
+            limits::change_limits(&path, Path::new("/proc"), &[limit], None)
+                .map_err(|source| AgentError::Limits { id: id.to_owned(), source })?;
         }
         let namespaces = linux.namespaces().as_deref().unwrap_or_default();
         Ok(GuestContainer {

@@ -5,6 +5,7 @@
 
 mod abandon;
 pub mod anonymous_volumes;
+mod cpu_limit;
 mod create;
 pub mod devices;
 mod error;

@@ -8,6 +8,7 @@ use nacelle_proto::agent::EmptyDir;
 use nacelle_proto::common::CreateContainerResponse;
 use std::path::Path;
 
+use super::cpu_limit::take_cpu_limit;
 use super::error::AgentError;
 use super::options::CreateOptions;
 use super::pod::AgentPod;
@@ -28,6 +29,8 @@ pub(super) struct PreparedContainer {
     pub spec: Spec,
     /// The mounts at and below /dev that the zygote makes when libcontainer is done.
     pub late_mounts: Vec<Mount>,
+    /// The file and value of the CPU limit, which the specification no longer has.
+    pub cpu_limit: Option<(String, String)>,
     /// The user and groups that were found.
     pub response: CreateContainerResponse,
 }
@@ -96,11 +99,12 @@ pub(super) fn prepare_container(
     check_bind_mounts(&root, spec.mounts().as_deref().unwrap_or_default(), Path::new(mapped_mounts::SYS))
         .map_err(|source| AgentError::Mount { id: id.clone(), source })?;
     let late_mounts = take_late_mounts(&mut spec);
+    let cpu_limit = take_cpu_limit(&mut spec);
     prepare_mount_points(&root, &mut spec, owner).map_err(|source| AgentError::Target { id: id.clone(), source })?;
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
     std::fs::write(&path, json).map_err(AgentError::file("write the bundle", &path, id))?;
-    Ok(PreparedContainer { spec, late_mounts, response })
+    Ok(PreparedContainer { spec, late_mounts, cpu_limit, response })
 }
 
 /// Finds the user of the container's processes and all their supplemental groups, and checks that the numbers are allowed.
