@@ -104,6 +104,12 @@ impl AgentPod {
         // If the container has ended meanwhile, that is the reason, whatever error the zygote saw.
         let (created, stdio) =
             created.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
-        Ok(self.register_process(created, stdio, container.cgroup.clone(), ProcessRole::Exec))
+        let process = self.register_process(created, stdio, container.cgroup.clone(), ProcessRole::Exec);
+        if container.init.exit().is_some() {
+            // The process may have entered the cgroup after all others were killed.
+            process.send_signal(libc::SIGKILL).map_err(AgentError::io("kill a command", &container.id))?;
+            return Err(not_running());
+        }
+        Ok(process)
     }
 }

@@ -98,12 +98,19 @@ impl ContainerProcess {
             finished_at_unix_nanos: unix_nanos_now(),
             guest_out_of_memory: out_of_memory == Some(cgroup::OutOfMemory::Guest),
         };
+        self.kill_remaining();
+        self.exit.send_replace(Some(exit));
+        // Again for a command that has entered the cgroup meanwhile. A later one finds that the container has ended.
+        self.kill_remaining();
+    }
+
+    /// Kills what is left in the container's cgroup if no PID namespace does when its first process ends.
+    fn kill_remaining(&self) {
         if self.role == (ProcessRole::First { kills_cgroup_on_exit: true })
             && let Err(error) = cgroup::kill_processes(&self.cgroup)
         {
             tracing::warn!(%error, "cannot kill the remaining processes of a container");
         }
-        self.exit.send_replace(Some(exit));
     }
 }
 

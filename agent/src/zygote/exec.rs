@@ -1,18 +1,22 @@
-//! Starts a further process in a container: AppArmor profile, cgroup, namespaces, terminal, limits, user, capabilities, seccomp filter,
+//! Starts a further process in a container: AppArmor profile, namespaces, terminal, limits, user, capabilities, seccomp filter, cgroup,
 //! exec.
 //!
 //! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
 //! rights, still in the agent's PID namespace, where no process of the container can see it; it resolves paths in the container, gives up
 //! all rights and forks the *program's process*. That is the only one in the container's PID namespace, and from its first instant it has
-//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::ContainerProgram`]). The container can stop or kill
+//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::Program`]). The container can stop or kill
 //! it; then the exec fails.
+//!
+//! The step enters the container's cgroup last: with a CPU limit of a few millicores its work would take seconds there, most of all the
+//! seccomp filter. The cgroup's device rules do not hold for it until then, so it opens no path of the container but with O_PATH, and
+//! `ptmx` of a devpts.
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxCapabilities, PosixRlimitType, Process};
 use libcontainer::syscall::syscall::create_syscall;
 use libcontainer::{capabilities, seccomp};
-use nacelle_base::retry::{Timed, retry_interrupted};
+use nacelle_base::retry::{Timed, retry_interrupted, retry_transient};
 use nix::errno::Errno;
-use nix::fcntl::OFlag;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::poll::PollFlags;
 use nix::sched::CloneFlags;
 use nix::sys::prctl;
@@ -43,7 +47,6 @@ const CONTINUE: [u8; 1] = *b"!";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ExecStage {
     Profile,
-    Cgroup,
     Namespaces,
     Terminal,
     Stdio,
@@ -53,6 +56,7 @@ enum ExecStage {
     NoNewPrivileges,
     Filter,
     Capabilities,
+    Cgroup,
     Fork,
     Session,
     Find,
@@ -62,7 +66,6 @@ enum ExecStage {
 impl ExecStage {
     const ALL: [ExecStage; 15] = [
         ExecStage::Profile,
-        ExecStage::Cgroup,
         ExecStage::Namespaces,
         ExecStage::Terminal,
         ExecStage::Stdio,
@@ -72,6 +75,7 @@ impl ExecStage {
         ExecStage::NoNewPrivileges,
         ExecStage::Filter,
         ExecStage::Capabilities,
+        ExecStage::Cgroup,
         ExecStage::Fork,
         ExecStage::Session,
         ExecStage::Find,
@@ -146,10 +150,11 @@ impl Message {
 /// The process that loads the container's seccomp filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loader {
-    /// The step: the program's process never has CAP_SYS_ADMIN, which loading takes without no_new_privs.
+    /// The step, outside of the container's CPU limit. The program's process never has CAP_SYS_ADMIN, which loading takes without
+    /// no_new_privs.
     Step,
-    /// The program's process: it has no_new_privs, or the filter forbids the step to fork, or its child to wait or to make a session.
-    /// Without no_new_privs it keeps CAP_SYS_ADMIN until the filter is loaded, and never where a container could trace it meanwhile.
+    /// The program's process: the filter forbids the step to fork, or its child to wait or to make a session. Without no_new_privs it
+    /// keeps CAP_SYS_ADMIN until the filter is loaded, and never where a container could trace it meanwhile.
     Program,
 }
 
@@ -167,15 +172,16 @@ pub(super) fn start_exec(request: &ExecCommand, fds: Vec<OwnedFd>) -> Result<Cre
     let mut fds = fds.into_iter();
     let pidfd = fds.next().ok_or_else(|| Refusal::internal("enter the container", &Errno::EBADF))?;
     let stdio: Vec<OwnedFd> = fds.collect();
-    let by_step = loads_with_capability(request);
-    let made = match attempt_exec(request, &pidfd, &stdio, if by_step { Loader::Step } else { Loader::Program }) {
-        Err(AttemptError::Filtered(refusal)) if by_step && request.may_be_traced => {
+    let made = match attempt_exec(request, &pidfd, &stdio, Loader::Step) {
+        Err(AttemptError::Filtered(refusal)) if loads_with_capability(request) && request.may_be_traced => {
             let hint = "the container's seccomp profile lets no process be made once it is loaded, and a container with CAP_SYS_PTRACE \
                         could take the right to load it later; allow fork, read and setsid in the profile, or set no_new_privs";
             let message = format!("{}; {hint}", refusal.message);
             Err(AttemptError::Other(Refusal { message, kind: RefusalKind::Unusable }))
         }
-        Err(AttemptError::Filtered(_)) if by_step => attempt_exec(request, &pidfd, &stdio, Loader::Program),
+        Err(AttemptError::Filtered(_)) if request.seccomp.is_some() => {
+            attempt_exec(request, &pidfd, &stdio, Loader::Program)
+        }
         made => made,
     };
     made.map_err(|(AttemptError::Filtered(refusal) | AttemptError::Killed(refusal) | AttemptError::Other(refusal))| {
@@ -260,6 +266,12 @@ fn await_program(
             // EAGAIN and ENOMEM do not come from a filter: a limit on processes or memory is reached.
             Message::Failed(ExecStage::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
                 return Err(AttemptError::Filtered(refusal_for(request, ExecStage::Fork, error)));
+            }
+            // The program's process would do these before it loads the filter.
+            Message::Failed(task @ (ExecStage::Capabilities | ExecStage::Cgroup), error)
+                if request.seccomp.is_some() && !loads_with_capability(request) =>
+            {
+                return Err(AttemptError::Filtered(refusal_for(request, task, error)));
             }
             Message::Failed(task, error) => return Err(AttemptError::Other(refusal_for(request, task, error))),
             Message::Session => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
@@ -372,7 +384,7 @@ fn run_step(
         fs::write("/proc/self/attr/apparmor/exec", format!("exec {profile}"))
             .map_err(|error| (ExecStage::Profile, to_errno(error)))?;
     }
-    enter_cgroup(request).map_err(|error| (ExecStage::Cgroup, to_errno(error)))?;
+    let cgroup = TargetCgroup::open(request).map_err(|error| (ExecStage::Cgroup, to_errno(error)))?;
     let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
     namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
     namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
@@ -391,9 +403,12 @@ fn run_step(
     }
     // The program's process must not have other descriptors, such as the agent's connection or its log. The caller owns some of them,
     // but exits without dropping them.
-    sys::close_all_but(&[of_step.as_raw_fd(), of_program.as_raw_fd()])
-        .map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
+    let mut kept = vec![of_step.as_raw_fd(), of_program.as_raw_fd()];
+    kept.extend(cgroup.files().map(AsRawFd::as_raw_fd));
+    sys::close_all_but(&kept).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     drop_to_container_rights(request, loader)?;
+    // By write(2), which filters allow. The files are closed before the program's process exists.
+    cgroup.enter().map_err(|error| (ExecStage::Cgroup, error))?;
     match sys::fork().map_err(|error| (ExecStage::Fork, to_errno(error)))? {
         Some(pid) => {
             send_message(of_step, Message::Process(pid));
@@ -413,23 +428,49 @@ fn run_step(
     }
 }
 
-fn enter_cgroup(request: &ExecCommand) -> io::Result<()> {
-    let join = |cgroup: &str| fs::write(format!("{cgroup}/cgroup.procs"), "0");
-    match (join(&request.cgroup), &request.init_cgroup) {
-        (Err(error), Some(cgroup)) if error.raw_os_error() == Some(libc::EBUSY) => join(cgroup),
-        (joined, _) => joined,
+/// The cgroup that the step enters when it has given up its rights. The kernel checks those with which the files were opened
+/// (Documentation/admin-guide/cgroup-v2.rst, "Delegation Containment"; since Linux 5.16).
+struct TargetCgroup {
+    /// `cgroup.procs` of the container's cgroup.
+    container: OwnedFd,
+    /// That of the cgroup of the container's first process, if it made one: the container's then takes no processes.
+    init: Option<OwnedFd>,
+}
+
+impl TargetCgroup {
+    fn open(request: &ExecCommand) -> io::Result<TargetCgroup> {
+        let open = |cgroup: &String| fs::File::options().write(true).open(format!("{cgroup}/cgroup.procs"));
+        // The first process may have left its cgroup, and removed it.
+        let init = request.init_cgroup.as_ref().and_then(|cgroup| open(cgroup).ok());
+        Ok(TargetCgroup { container: open(&request.cgroup)?.into(), init: init.map(OwnedFd::from) })
+    }
+
+    fn files(&self) -> impl Iterator<Item = &OwnedFd> {
+        [&self.container].into_iter().chain(&self.init)
+    }
+
+    fn enter(self) -> Result<(), Errno> {
+        let join = |file: &OwnedFd| retry_interrupted(|| nix::unistd::write(file, b"0")).map(drop);
+        match (join(&self.container), &self.init) {
+            (Err(Errno::EBUSY), Some(init)) => join(init),
+            (joined, _) => joined,
+        }
     }
 }
 
 /// Opens a new terminal of the container's devpts, and returns its master and its slave.
 fn open_terminal(request: &ExecCommand) -> io::Result<(OwnedFd, OwnedFd)> {
-    let path = Path::new("/dev/pts/ptmx");
-    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
-    let master = RootDir::open(Path::new("/"))?.open_beneath(path, flags)?;
+    let directory = OFlag::O_PATH | OFlag::O_DIRECTORY;
+    let terminals = RootDir::open(Path::new("/"))?.open_beneath(Path::new("/dev/pts"), directory)?;
     let devpts = nix::sys::statfs::FsType(0x1cd1);
-    if nix::sys::statfs::fstatfs(&master)?.filesystem_type() != devpts {
+    if nix::sys::statfs::fstatfs(&terminals)?.filesystem_type() != devpts {
         return Err(io::Error::from(Errno::ENOTTY));
     }
+    // No process can make a file of a devpts, and nothing that is mounted over this one is opened.
+    let how = OpenHow::new()
+        .flags(OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    let master = retry_transient(|| openat2(&terminals, "ptmx", how))?;
     let slave = sys::open_pty_peer(&master)?;
     nix::unistd::fchown(&slave, Some(Uid::from_raw(request.process.user().uid())), None)?;
     let (columns, rows) = request.size;
@@ -664,6 +705,8 @@ mod tests {
         assert!(full.starts_with("cannot fork") && full.contains("limit on processes"), "{full}");
         let said = message(awaited(&[Message::Failed(ExecStage::Fork, Errno::EPERM)], Some(&[])));
         assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
+        let said = message(awaited(&[Message::Failed(ExecStage::Capabilities, Errno::EPERM)], Some(&[])));
+        assert_eq!(said, "cannot set the capabilities of \"/bin/x\": Operation not permitted", "without a filter");
         // Only the step may report a PID.
         for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
             assert!(message(awaited(&[process], Some(wrong))).contains("cannot determine"));
