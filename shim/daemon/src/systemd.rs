@@ -163,7 +163,7 @@ impl Scope {
         self.within_limit(async { self.keep_slice_over(&connect().await?, &possible).await }).await
     }
 
-    /// Makes systemd set the scope's memory policy.
+    /// Makes systemd set the files of the scope's memory policy.
     pub async fn set_memory_policy(&self, policy: MemoryPolicy) -> Result<(), ScopeError> {
         self.within_limit(async { self.set_memory_policy_over(&connect().await?, policy).await }).await
     }
@@ -321,7 +321,7 @@ mod tests {
         for property in ["U8(3)", "IOAccounting=", "MemoryAccounting=", "TasksAccounting="] {
             assert!(text.contains(property), "{property}: {text}");
         }
-        let policy = MemoryPolicy { swap_max: 5, low: 6, min: 7 };
+        let policy = MemoryPolicy { swap_max: 5, low: 6, min: 7, oom_score_adj: 0 };
         scope.set_memory_policy_over(&client, policy).await.unwrap();
         let expected = [("MemorySwapMax", 5), ("MemoryLow", 6), ("MemoryMin", 7)]
             .map(|(name, bytes)| format!("{name}=OwnedVariant(U64({bytes}))"));

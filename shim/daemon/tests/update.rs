@@ -205,6 +205,32 @@ fn the_vm_may_swap_what_its_containers_may() {
 }
 
 #[test]
+fn the_oom_killer_spares_a_vm_as_its_dearest_container() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let score = |oom_score_adj| cri::LinuxContainerResources { oom_score_adj, ..Default::default() };
+    let applied =
+        || world.pods.memory_policies.lock().unwrap().iter().map(|policy| policy.oom_score_adj).collect::<Vec<_>>();
+    world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let mut create = async |name: &str, resources| {
+            let mut config = container_config(name);
+            config.linux.as_mut().unwrap().resources = Some(resources);
+            let request =
+                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
+            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
+        };
+        create("cheap", score(900)).await.unwrap();
+        let dear = create("dear", score(300)).await.unwrap();
+        create("cheaper", score(1000)).await.unwrap();
+        assert_eq!(applied(), [900, 300]);
+        update(&mut daemon, &dear, score(200)).await.unwrap();
+        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: dear }).await.unwrap();
+    });
+    world.eventually("the score follows", || applied() == [900, 300, 200, 900]);
+}
+
+#[test]
 fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
     if !online.starts_with("0-") {

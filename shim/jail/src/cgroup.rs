@@ -156,8 +156,8 @@ pub fn is_unified() -> bool {
     is_v2(Path::new(CGROUP_ROOT))
 }
 
-/// What a cgroup may keep in swap, and what of its memory is protected from reclaim; all of it in bytes, [`u64::MAX`] is "max"
-/// (cgroup-v2.rst, "Memory Interface Files").
+/// What a cgroup may keep in swap, and what of its memory is protected from reclaim, in bytes, where [`u64::MAX`] is "max"
+/// (cgroup-v2.rst, "Memory Interface Files"); and how early its processes are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryPolicy {
     /// `memory.swap.max`.
@@ -166,16 +166,18 @@ pub struct MemoryPolicy {
     pub low: u64,
     /// `memory.min`.
     pub min: u64,
+    /// The OOM score adjustment of all its processes, from -1000 to 1000, which [`crate::set_oom_score`] sets.
+    pub oom_score_adj: i32,
 }
 
 impl Default for MemoryPolicy {
-    /// What a new cgroup has: all of the node's swap, and no protection.
+    /// What a new VM has: all of the node's swap, and no protection.
     fn default() -> MemoryPolicy {
-        MemoryPolicy { swap_max: u64::MAX, low: 0, min: 0 }
+        MemoryPolicy { swap_max: u64::MAX, low: 0, min: 0, oom_score_adj: 0 }
     }
 }
 
-/// Writes the policy to the cgroup, as far as the node has the files: cgroup v1 has none of them.
+/// Writes the policy to the files of the cgroup, as far as the node has them: cgroup v1 has none of them.
 pub fn set_memory_policy(group: &Path, policy: MemoryPolicy) -> Result<(), FileError> {
     set_memory_policy_below(Path::new(CGROUP_ROOT), group, policy)
 }
@@ -346,7 +348,7 @@ mod tests {
         fs::create_dir_all(&group).unwrap();
         let set = |policy| set_memory_policy_below(root.path(), Path::new("pods/a"), policy);
         let read = |file: &str| fs::read_to_string(group.join(file)).ok();
-        let policy = MemoryPolicy { swap_max: 0, low: u64::MAX, min: 4096 };
+        let policy = MemoryPolicy { swap_max: 0, low: u64::MAX, min: 4096, oom_score_adj: 0 };
         // With cgroup v1 nothing is created.
         set(policy).unwrap();
         assert_eq!(fs::read_dir(&group).unwrap().count(), 0);

@@ -22,7 +22,7 @@ mod worker;
 pub use enter::{JailError, JailPlan, ResourceLimits, close_inherited, confine, enter};
 pub use kinds::{Mode, Profile, ThreadKind};
 pub use mount_namespace::{Access, MountNamespaceError, VisiblePath, check_idmapped_mounts};
-pub use oom::drop_oom_protection;
+pub use oom::{drop_oom_protection, set_oom_score};
 pub use scope::{NetworkAccess, create_child_pid_namespace};
 pub use seccomp::{SeccompError, filter_thread, install_process_filter, install_single_thread_filter};
 pub use spawn::spawn;

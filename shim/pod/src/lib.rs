@@ -53,6 +53,7 @@ pub use nacelle_jail::cgroup::{
     MemoryPolicy, Usage as GroupUsage, cpu_limit, is_unified, memory_limit, set_memory_policy,
 };
 pub use nacelle_jail::disk_limits::check_disk_limits;
+pub use nacelle_jail::set_oom_score;
 pub use run_dir::{SOCKET_FILE, STREAM_SOCKET_FILE, create_jail, jail_dir, jailed};
 
 use nacelle_base::Chain;

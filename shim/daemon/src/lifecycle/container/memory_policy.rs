@@ -1,17 +1,19 @@
 //! Computes the memory policy of a VM's cgroup from the limits of its containers. The guest has no swap, and its kernel reclaims
-//! nothing for the node: what kubelet decides about swap (LimitedSwap, NoSwap) and about protected memory (MemoryQoS) concerns the
-//! memory of the VM.
+//! nothing for the node: what kubelet decides about swap (LimitedSwap, NoSwap), about protected memory (MemoryQoS) and about the order
+//! in which the OOM killer ends containers (QoS classes) concerns the memory of the VM.
 
 use nacelle_model::resources::{Resources, UNLIMITED};
 use nacelle_pod::MemoryPolicy;
 
-/// Returns the sums over containers with these limits; `None` without a container. One container that may swap without a limit,
-/// or of which no limit is known, leaves the VM without one.
+/// Returns the sums over containers with these limits, and their lowest OOM score adjustment, because the end of the VM is that of
+/// the dearest container too; `None` without a container. One container that may swap without a limit, or of which no limit is
+/// known, leaves the VM without one.
 pub(crate) fn add_up(limits: impl Iterator<Item = Resources>) -> Option<MemoryPolicy> {
     limits.map(|limits| read_policy(&limits)).reduce(|sum, one| MemoryPolicy {
         swap_max: sum.swap_max.saturating_add(one.swap_max),
         low: sum.low.saturating_add(one.low),
         min: sum.min.saturating_add(one.min),
+        oom_score_adj: sum.oom_score_adj.min(one.oom_score_adj),
     })
 }
 
@@ -26,6 +28,8 @@ fn read_policy(limits: &Resources) -> MemoryPolicy {
         swap_max: file("memory.swap.max").or_else(from_both).unwrap_or(u64::MAX),
         low: file("memory.low").unwrap_or(0),
         min: file("memory.min").unwrap_or(0),
+        // Checked when the request was converted.
+        oom_score_adj: i32::try_from(limits.oom_score_adj).unwrap_or(0),
     }
 }
 
@@ -61,7 +65,7 @@ mod tests {
         };
         let both =
             |memory_limit, memory_swap_limit| Resources { memory_limit, memory_swap_limit, ..Resources::default() };
-        let policy = |swap_max, low, min| MemoryPolicy { swap_max, low, min };
+        let policy = |swap_max, low, min| MemoryPolicy { swap_max, low, min, oom_score_adj: 0 };
         let anything = policy(u64::MAX, 0, 0);
         for (containers, expected) in [
             (vec![Resources::default()], anything),
@@ -95,6 +99,11 @@ mod tests {
             ),
         ] {
             assert_eq!(add_up(containers.clone().into_iter()), Some(expected), "{containers:?}");
+        }
+        let score = |oom_score_adj| Resources { oom_score_adj, ..Resources::default() };
+        for (scores, expected) in [(vec![-997, 2], -997), (vec![1000, 1000], 1000), (vec![5, 900], 5), (vec![0], 0)] {
+            let policy = add_up(scores.into_iter().map(score));
+            assert_eq!(policy, Some(MemoryPolicy { oom_score_adj: expected, ..anything }));
         }
         assert_eq!(add_up(std::iter::empty()), None);
         for unreadable in ["", "K", "010", "+1", "1 K", "1KK", "0x", "16E", "-1", "é"] {

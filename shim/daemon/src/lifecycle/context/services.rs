@@ -62,7 +62,8 @@ pub trait Pods: Send + Sync + 'static {
         affinity::set_pod_affinity(dir, processors, pinned).await
     }
 
-    /// Sets what the pod process and the VM may keep in swap, and what of their memory is protected from reclaim.
+    /// Sets what the pod process and the VM may keep in swap, what of their memory is protected from reclaim, and how early the
+    /// node's OOM killer ends them.
     async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError>;
 
     /// Returns whether the node's kernel has killed one of the pod's processes for lack of memory.
@@ -124,16 +125,18 @@ impl Pods for Processes {
     }
 
     async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError> {
-        match Scope::of(group) {
+        let scope = Scope::of(group).filter(|_| nacelle_pod::is_unified());
+        if let Some(scope) = &scope {
             // systemd writes these files of its units itself, at any time.
-            Some(scope) if nacelle_pod::is_unified() => {
-                scope.set_memory_policy(policy).await.map_err(|error| of_group(&scope, error))
-            }
-            _ => {
-                let group = group.to_owned();
-                Ok(run_blocking_or_panic(move || nacelle_pod::set_memory_policy(&group, policy)).await?)
-            }
+            scope.set_memory_policy(policy).await.map_err(|error| of_group(scope, error))?;
         }
+        let group = group.to_owned();
+        let write = move || match scope {
+            Some(_) => nacelle_pod::set_oom_score(&group, policy.oom_score_adj),
+            None => nacelle_pod::set_memory_policy(&group, policy)
+                .and(nacelle_pod::set_oom_score(&group, policy.oom_score_adj)),
+        };
+        Ok(run_blocking_or_panic(write).await?)
     }
 }
 
