@@ -13,7 +13,7 @@ use super::pod::{AgentPod, check_id};
 use super::process::{ContainerProcess, ProcessRole};
 use super::record::{ExecEntry, GuestContainer};
 use super::spawn::StdioOptions;
-use super::spec::derive_exec_process;
+use super::spec::{PidNamespace, derive_exec_process};
 use crate::cgroup;
 use crate::zygote::{ExecCommand, ZygoteRequest};
 
@@ -105,10 +105,9 @@ impl AgentPod {
         let (created, stdio) =
             created.map_err(|error| if container.init.exit().is_some() { not_running() } else { error })?;
         let process = self.register_process(created, stdio, container.cgroup.clone(), ProcessRole::Exec);
-        if container.init.exit().is_some() {
-            // The process may have entered the cgroup after all others were killed.
-            process.send_signal(libc::SIGKILL).map_err(AgentError::io("kill a command", &container.id))?;
-            return Err(not_running());
+        // Without a PID namespace of the container's, the process may have entered the cgroup after all others were killed.
+        if container.init.exit().is_some() && container.pid_namespace != PidNamespace::Own {
+            cgroup::kill_processes(&container.cgroup).map_err(AgentError::io("kill a command", &container.id))?;
         }
         Ok(process)
     }

@@ -127,7 +127,8 @@ fn find_user(
         Some(name) if options.merge_groups => user::list_memberships(name, group),
         _ => Vec::new(),
     };
-    for gid in asked.additional_gids().iter().flatten().copied().chain(merged) {
+    // Those of the image first: ContainerStatus reports this order, as other runtimes do.
+    for gid in merged.into_iter().chain(asked.additional_gids().iter().flatten().copied()) {
         if !groups.contains(&gid) {
             groups.push(gid);
         }

@@ -140,9 +140,9 @@ fn groups_capabilities_and_paths_follow_the_security_context() {
     pod.0["linux"]["sysctls"] = sysctls.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     let pod = node.crictl.run_pod(pod);
     // `app` (1000) is in group 2000 of the image.
-    for (policy, groups) in [(0, "1000 1234 2000"), (1, "1000 1234")] {
+    for (policy, groups) in [(0, "1000 2000 3000"), (1, "1000 3000")] {
         let linux = json!({"security_context": {
-            "run_as_user": {"value": 1000}, "supplemental_groups": [1234], "supplemental_groups_policy": policy,
+            "run_as_user": {"value": 1000}, "supplemental_groups": [3000], "supplemental_groups_policy": policy,
         }});
         let name = format!("policy-{policy}");
         let one = pod.start(ContainerRequest::sh(&name, &image, "id -G; sleep 600").set("linux", linux));
@@ -150,9 +150,8 @@ fn groups_capabilities_and_paths_follow_the_security_context() {
         assert_eq!(one.exec("id -G").ok(), groups);
         let user = one.status()["user"]["linux"].take();
         let number = |value: &Value| value.as_str().and_then(|text| text.parse().ok()).or(value.as_u64());
-        let mut reported: Vec<_> = user["supplementalGroups"].as_array().unwrap().iter().filter_map(number).collect();
-        reported.sort_unstable();
-        assert_eq!(reported.iter().map(u64::to_string).collect::<Vec<_>>().join(" "), groups, "{user}");
+        let reported = user["supplementalGroups"].as_array().unwrap().iter().filter_map(number);
+        assert_eq!(reported.map(|group| group.to_string()).collect::<Vec<_>>().join(" "), groups, "{user}");
         assert_eq!((number(&user["uid"]), number(&user["gid"])), (Some(1000), Some(1000)), "{user}");
     }
     // A setuid program gives a user root's rights in the container if the container has them and allows it.
@@ -223,6 +222,11 @@ fn a_localhost_seccomp_profile_applies_to_every_process_of_its_container() {
     assert_eq!(one.exec(&again).ok(), expected);
 
     // A filter does not prevent a command from starting, only the command's own calls.
+    let sleep = |name: &str, security: Value| {
+        let container =
+            ContainerRequest::sh(name, &image, "").set("command", json!(["sleep", "600"])).set("args", json!([]));
+        container.set("linux", json!({"security_context": security}))
+    };
     for (name, call, action) in [
         ("refused", "setsid", "SCMP_ACT_ERRNO"),
         ("killed", "setsid", "SCMP_ACT_KILL_PROCESS"),
@@ -230,13 +234,22 @@ fn a_localhost_seccomp_profile_applies_to_every_process_of_its_container() {
     ] {
         let profile = json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": [call], "action": action}]});
         let file = write(&format!("{name}.json"), profile);
-        let container =
-            ContainerRequest::sh(name, &image, "").set("command", json!(["sleep", "600"])).set("args", json!([]));
-        let container = pod.start(container.set("linux", linux(&file)));
-        for _ in 0..5 {
-            assert_eq!(container.exec("echo runs").ok(), "runs", "{name}");
+        for no_new_privs in [false, true] {
+            let mut security = linux(&file)["security_context"].take();
+            security["no_new_privs"] = json!(no_new_privs);
+            let container = pod.start(sleep(&format!("{name}-{no_new_privs}"), security));
+            for _ in 0..5 {
+                assert_eq!(container.exec("echo runs").ok(), "runs", "{name} {no_new_privs}");
+            }
         }
     }
+    // Calls that seem to succeed and are not made leave a command no more capabilities than the container.
+    let pretended = json!({"names": ["capset", "prctl"], "action": "SCMP_ACT_ERRNO", "errnoRet": 0});
+    let pretended = write("pretended.json", json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [pretended]}));
+    let security = json!({"seccomp": {"profile_type": 2, "localhost_ref": pretended}, "no_new_privs": true});
+    let container = pod.start(sleep("pretended", security));
+    let same = "grep ^Cap /proc/1/status >/one; grep ^Cap /proc/self/status >/other; diff /one /other && echo same";
+    assert_eq!(container.exec(same).ok(), "same");
     // A filter that only the command's own process can load is not used where a container could trace the process meanwhile.
     let no_fork = json!({"names": ["fork", "vfork", "clone", "clone3"], "action": "SCMP_ACT_ERRNO"});
     let no_fork = write("no-fork.json", json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [no_fork]}));

@@ -77,24 +77,24 @@ fn the_oom_killer_ends_vms_in_the_order_of_their_qos_classes() {
     }
     let node = TestNode::new();
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
-    let (guaranteed, dear) = run_pod(&node, &image, "guaranteed", -997);
+    let (guaranteed, first) = run_pod(&node, &image, "guaranteed", -997);
     let Some(limit) = Limit::find(&node) else {
         println!("skipped: this node does not limit memory by cgroup v2");
         guaranteed.remove();
         return;
     };
-    let (burstable, cheap) = run_pod(&node, &image, "burstable", 500);
-    let (best_effort, cheapest) = run_pod(&node, &image, "best-effort", 1000);
+    let (burstable, second) = run_pod(&node, &image, "burstable", 500);
+    let (best_effort, third) = run_pod(&node, &image, "best-effort", 1000);
     // The VM that is worth most is the one that uses most.
-    dear.exec(&format!("dd if=/dev/urandom of=/dev/shm/blob bs=1M count={USED_MIB}")).ok();
+    first.exec(&format!("dd if=/dev/urandom of=/dev/shm/blob bs=1M count={USED_MIB}")).ok();
 
-    let all = [("guaranteed", &dear), ("burstable", &cheap), ("best-effort", &cheapest)];
+    let all = [("guaranteed", &first), ("burstable", &second), ("best-effort", &third)];
     assert_eq!(limit.lower_until_one_ends(&all), ["best-effort"]);
-    let ended = cheapest.status();
+    let ended = third.status();
     assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");
     assert_eq!(best_effort.inspect()["status"]["state"], "SANDBOX_NOTREADY");
     assert_eq!(limit.lower_until_one_ends(&all[..2]), ["burstable"]);
-    assert_eq!(dear.exec("wc -c </dev/shm/blob").ok(), (u64::from(USED_MIB) << 20).to_string());
+    assert_eq!(first.exec("wc -c </dev/shm/blob").ok(), (u64::from(USED_MIB) << 20).to_string());
 
     // With the memory that it left, another pod starts.
     best_effort.remove();

@@ -205,7 +205,7 @@ fn the_vm_may_swap_what_its_containers_may() {
 }
 
 #[test]
-fn the_oom_killer_spares_a_vm_as_its_dearest_container() {
+fn a_vm_has_the_lowest_oom_score_of_its_containers() {
     let world = World::new();
     let mut daemon = world.daemon();
     let score = |oom_score_adj| cri::LinuxContainerResources { oom_score_adj, ..Default::default() };
@@ -220,12 +220,12 @@ fn the_oom_killer_spares_a_vm_as_its_dearest_container() {
                 cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
             daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
         };
-        create("cheap", score(900)).await.unwrap();
-        let dear = create("dear", score(300)).await.unwrap();
-        create("cheaper", score(1000)).await.unwrap();
+        create("one", score(900)).await.unwrap();
+        let lowest = create("lowest", score(300)).await.unwrap();
+        create("highest", score(1000)).await.unwrap();
         assert_eq!(applied(), [900, 300]);
-        update(&mut daemon, &dear, score(200)).await.unwrap();
-        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: dear }).await.unwrap();
+        update(&mut daemon, &lowest, score(200)).await.unwrap();
+        daemon.cri.remove_container(cri::RemoveContainerRequest { container_id: lowest }).await.unwrap();
     });
     world.eventually("the score follows", || applied() == [900, 300, 200, 900]);
 }

@@ -1,5 +1,4 @@
-//! Sets what the node's OOM killer thinks of the processes of a pod: they do not inherit the daemon's protection, and those of a VM
-//! are as dear as its containers.
+//! Sets the OOM score adjustment of a pod's processes: they do not inherit the daemon's, and those of a VM have that of its containers.
 
 use crate::cgroup;
 use nacelle_base::files::{FileError, at};
@@ -31,8 +30,8 @@ fn drop_protection_in(file: &Path) {
 /// Sets the OOM score adjustment of all processes of a cgroup and its children; those that they start later inherit it. A cgroup
 /// that does not exist has none. Blocks.
 ///
-/// A score below that of the process takes CAP_SYS_RESOURCE (proc_pid_oom_score_adj(5)), which a node that is a container itself lacks:
-/// it then becomes as low as this process may make it, 0 at best, and that is logged.
+/// A score below the lowest one that a process has had takes CAP_SYS_RESOURCE (proc_pid_oom_score_adj(5)), which a node that is a
+/// container itself lacks: a negative one then becomes 0, or stays as it is where even that is not allowed, and this is logged.
 ///
 /// # Errors
 /// That of reading the cgroup or writing a process's file. Processes that end meanwhile are none.
@@ -45,6 +44,7 @@ pub fn set_oom_score(group: &Path, adjustment: i32) -> Result<(), FileError> {
 
 fn set_score_in(directory: &Path, proc: &Path, adjustment: i32) -> Result<(), FileError> {
     let mut done = BTreeSet::new();
+    let mut denied = 0_usize;
     for _ in 0..MAX_ROUNDS {
         let members = list_members(directory)?;
         let new: Vec<_> = members.into_iter().filter(|(pid, _)| !done.contains(pid)).collect();
@@ -52,11 +52,25 @@ fn set_score_in(directory: &Path, proc: &Path, adjustment: i32) -> Result<(), Fi
             break;
         }
         for (pid, group) in new {
-            set_score_of(pid, &group, proc, adjustment)?;
+            denied += usize::from(set_score_of(pid, &group, proc, adjustment)? == ScoreChange::Denied);
             done.insert(pid);
         }
     }
+    if denied > 0 {
+        let group = directory.display();
+        tracing::warn!(%group, denied, adjustment, "cannot lower the OOM scores of a VM's processes: this takes CAP_SYS_RESOURCE");
+    }
     Ok(())
+}
+
+/// What became of the score of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ScoreChange {
+    Done,
+    /// The process is not, or no longer, in the cgroup.
+    Gone,
+    /// This process may not lower the score so far.
+    Denied,
 }
 
 /// Returns the processes of a cgroup and its children, each with its cgroup's directory.
@@ -80,27 +94,27 @@ fn list_members(directory: &Path) -> Result<Vec<(i32, PathBuf)>, FileError> {
     Ok(members)
 }
 
-fn set_score_of(pid: i32, group: &Path, proc: &Path, adjustment: i32) -> Result<(), FileError> {
+fn set_score_of(pid: i32, group: &Path, proc: &Path, adjustment: i32) -> Result<ScoreChange, FileError> {
     // The directory is that of one process, also if its pid is reused: it is opened before the members are read again.
-    let Ok(process) = File::open(proc.join(pid.to_string())) else { return Ok(()) };
+    let Ok(process) = File::open(proc.join(pid.to_string())) else { return Ok(ScoreChange::Gone) };
     let members = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
     if !members.lines().any(|line| line.trim().parse() == Ok(pid)) {
-        return Ok(());
+        return Ok(ScoreChange::Gone);
     }
     let path = PathBuf::from(format!("/proc/self/fd/{}/oom_score_adj", process.as_raw_fd()));
-    let is_gone =
-        |error: &io::Error| error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::NotFound;
-    let written = match fs::write(&path, adjustment.to_string()) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            tracing::warn!(pid, adjustment, %error, "cannot protect a process of a VM from the OOM killer as its containers");
-            fs::write(&path, adjustment.max(0).to_string())
+    let write = |adjustment: i32| match fs::write(&path, adjustment.to_string()) {
+        Ok(()) => Ok(ScoreChange::Done),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(ScoreChange::Denied),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::NotFound => {
+            Ok(ScoreChange::Gone)
         }
-        other => other,
+        Err(error) => Err(at("write", &proc.join(pid.to_string()).join("oom_score_adj"))(error)),
     };
-    match written {
-        Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
-        other => other.map_err(at("write", &proc.join(pid.to_string()).join("oom_score_adj"))),
+    let change = write(adjustment)?;
+    if change == ScoreChange::Denied && adjustment < 0 {
+        write(0)?;
     }
+    Ok(change)
 }
 
 #[cfg(test)]
@@ -123,7 +137,7 @@ mod tests {
         let score = |pid: i32| fs::read_to_string(proc.join(format!("{pid}/oom_score_adj"))).unwrap();
         assert_eq!([2, 3, 5].map(score), ["-997", "-997", "0\n"]);
         set_score_in(&root.path().join("gone"), &proc, 5).unwrap();
-        set_score_of(5, &group, &proc, 7).unwrap();
+        assert_eq!(set_score_of(5, &group, &proc, 7).unwrap(), ScoreChange::Gone);
         assert_eq!(score(5), "0\n", "process 5 is not of the group");
     }
 
@@ -135,9 +149,11 @@ mod tests {
         let score = || fs::read_to_string(format!("/proc/{}/oom_score_adj", child.id())).unwrap();
         set_score_in(group.path(), Path::new("/proc"), 700).unwrap();
         assert_eq!(score(), "700\n");
-        // Lower than this process may make it, on a node that is a container.
+        // A node that is a container may not allow this, nor 0 if the test itself has a higher score.
         set_score_in(group.path(), Path::new("/proc"), -1).unwrap();
-        assert!(["-1\n", "0\n"].contains(&score().as_str()), "{}", score());
+        let pid = i32::try_from(child.id()).unwrap();
+        let allowed = set_score_of(pid, group.path(), Path::new("/proc"), -1).unwrap() == ScoreChange::Done;
+        assert_eq!(allowed, score() == "-1\n", "{}", score());
         child.kill().unwrap();
         child.wait().unwrap();
         set_score_in(group.path(), Path::new("/proc"), 1).unwrap();

@@ -28,9 +28,6 @@ const MAX_THREADS: u64 = 4096;
 /// Puts the process into its jail, with access to what the pod in `dir` needs. Open descriptors stay open. The process must
 /// have only one thread.
 pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), PodError> {
-    if spec.engine.has_vm() {
-        nacelle_jail::drop_oom_protection();
-    }
     if let (Some(group), Some(limits)) = (&jail.cgroup, &spec.disk_limits) {
         limit_disk(group, &spec.scratch.templates, limits)?;
         // A process that stays outside of the group would have no limit.

@@ -36,6 +36,10 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     // Files of the pod are private; log files are readable for the node's group, as their mode says.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o027));
     // Steps that need rights come before the jail, and the jail comes before there is a second thread or a guest.
+    if spec.jail.is_some() && spec.engine.has_vm() {
+        // First of all, because the file server is a fork of this process.
+        nacelle_jail::drop_oom_protection();
+    }
     let share = share::start(&spec, dir)?;
     let engine = engine(&spec)?;
     let mut prepared = machine::prepare(&spec)?;

@@ -5,8 +5,11 @@
 use nacelle_model::resources::{Resources, UNLIMITED};
 use nacelle_pod::MemoryPolicy;
 
-/// Returns the sums over containers with these limits, and their lowest OOM score adjustment, because the end of the VM is that of
-/// the dearest container too; `None` without a container. One container that may swap without a limit, or of which no limit is
+/// The lowest OOM score adjustment of a VM. With -1000 the kernel could not even end a VM that exceeds its own limit.
+const MIN_VM_SCORE: i32 = -999;
+
+/// Returns the sums over containers with these limits, and their lowest OOM score adjustment, because the VM's end is the end of all
+/// of them; `None` without a container. One container that may swap without a limit, or of which no limit is
 /// known, leaves the VM without one.
 pub(crate) fn add_up(limits: impl Iterator<Item = Resources>) -> Option<MemoryPolicy> {
     limits.map(|limits| read_policy(&limits)).reduce(|sum, one| MemoryPolicy {
@@ -28,8 +31,7 @@ fn read_policy(limits: &Resources) -> MemoryPolicy {
         swap_max: file("memory.swap.max").or_else(from_both).unwrap_or(u64::MAX),
         low: file("memory.low").unwrap_or(0),
         min: file("memory.min").unwrap_or(0),
-        // Checked when the request was converted.
-        oom_score_adj: i32::try_from(limits.oom_score_adj).unwrap_or(0),
+        oom_score_adj: i32::try_from(limits.oom_score_adj).unwrap_or(0).max(MIN_VM_SCORE),
     }
 }
 
@@ -101,7 +103,9 @@ mod tests {
             assert_eq!(add_up(containers.clone().into_iter()), Some(expected), "{containers:?}");
         }
         let score = |oom_score_adj| Resources { oom_score_adj, ..Resources::default() };
-        for (scores, expected) in [(vec![-997, 2], -997), (vec![1000, 1000], 1000), (vec![5, 900], 5), (vec![0], 0)] {
+        for (scores, expected) in
+            [(vec![-997, 2], -997), (vec![1000, 1000], 1000), (vec![5, 900], 5), (vec![0], 0), (vec![-1000], -999)]
+        {
             let policy = add_up(scores.into_iter().map(score));
             assert_eq!(policy, Some(MemoryPolicy { oom_score_adj: expected, ..anything }));
         }

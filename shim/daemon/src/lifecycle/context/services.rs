@@ -125,18 +125,20 @@ impl Pods for Processes {
     }
 
     async fn set_memory_policy(&self, group: &Path, policy: MemoryPolicy) -> Result<(), ClientError> {
-        let scope = Scope::of(group).filter(|_| nacelle_pod::is_unified());
-        if let Some(scope) = &scope {
+        let files = match Scope::of(group) {
             // systemd writes these files of its units itself, at any time.
-            scope.set_memory_policy(policy).await.map_err(|error| of_group(scope, error))?;
-        }
-        let group = group.to_owned();
-        let write = move || match scope {
-            Some(_) => nacelle_pod::set_oom_score(&group, policy.oom_score_adj),
-            None => nacelle_pod::set_memory_policy(&group, policy)
-                .and(nacelle_pod::set_oom_score(&group, policy.oom_score_adj)),
+            Some(scope) if nacelle_pod::is_unified() => {
+                scope.set_memory_policy(policy).await.map_err(|error| of_group(&scope, error))
+            }
+            _ => {
+                let group = group.to_owned();
+                let write = move || nacelle_pod::set_memory_policy(&group, policy);
+                run_blocking_or_panic(write).await.map_err(ClientError::from)
+            }
         };
-        Ok(run_blocking_or_panic(write).await?)
+        let group = group.to_owned();
+        let score = run_blocking_or_panic(move || nacelle_pod::set_oom_score(&group, policy.oom_score_adj)).await;
+        files.and(score.map_err(ClientError::from))
     }
 }
 
