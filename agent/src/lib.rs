@@ -19,6 +19,7 @@ pub mod paths;
 pub mod processors;
 pub mod rootfs;
 pub mod server;
+pub mod sockets;
 pub mod stats;
 pub mod stdio;
 pub mod sys;

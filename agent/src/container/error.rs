@@ -12,6 +12,7 @@ use crate::image::DiskError;
 use crate::memory::MemoryResizeError;
 use crate::processors::OnlineCpusError;
 use crate::rootfs::{RootError, RootPathError};
+use crate::sockets::SocketVolumeError;
 use crate::zygote::ZygoteError;
 
 /// Reasons an operation on the pod or one of its containers fails.
@@ -64,6 +65,8 @@ pub enum AgentError {
     File { what: &'static str, path: PathBuf, id: String, source: io::Error },
     #[error(transparent)]
     CopiedInVolume(#[from] CopiedInVolumeError),
+    #[error(transparent)]
+    SocketVolume(#[from] SocketVolumeError),
     #[error(transparent)]
     EmptyDir(#[from] EmptyDirError),
     #[error(transparent)]
@@ -122,6 +125,7 @@ impl Classify for AgentError {
             AgentError::Zygote { source, .. } => source.kind(),
             AgentError::Io { .. } | AgentError::File { .. } | AgentError::Task { .. } => FailureKind::Internal,
             AgentError::CopiedInVolume(source) => source.kind(),
+            AgentError::SocketVolume(source) => source.kind(),
             AgentError::Memory(source) => source.kind(),
             AgentError::OnlineCpus(source) => source.kind(),
             AgentError::EmptyDir(source) => source.kind(),

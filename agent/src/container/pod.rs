@@ -15,6 +15,7 @@ use crate::copied_in::CopiedInVolumes;
 use crate::empty_dirs::EmptyDirVolumes;
 use crate::huge_pages::{HugePageLimits, HugePages};
 use crate::image::GuestDisks;
+use crate::sockets::GuestSockets;
 use crate::stats::Layers;
 use crate::userns::UserNs;
 use crate::zygote::Zygote;
@@ -46,6 +47,8 @@ pub struct AgentPod {
     pub volumes: CopiedInVolumes,
     /// emptyDir volumes in memory or on disks of the VM.
     pub empty_dirs: EmptyDirVolumes,
+    /// Sockets of the node.
+    pub sockets: GuestSockets,
     pub(super) huge_pages: HugePages,
     pub(super) shared_pid: bool,
     pub(super) node_pid: bool,
@@ -77,6 +80,7 @@ impl AgentPod {
             layers: Arc::default(),
             volumes: CopiedInVolumes::default(),
             empty_dirs: EmptyDirVolumes::default(),
+            sockets: GuestSockets::default(),
             huge_pages,
             shared_pid,
             node_pid,

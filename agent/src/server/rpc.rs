@@ -5,8 +5,8 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
-    ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest,
-    WaitResponse, WriteVolumeRequest,
+    ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SetSocketsRequest, SignalRequest,
+    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -174,6 +174,11 @@ impl Agent for AgentService {
     async fn drop_volume(&self, request: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
         let (name, volumes) = (request.into_inner().name, self.pod.volumes.clone());
         run_blocking(move || volumes.remove(&name)).await
+    }
+
+    async fn set_sockets(&self, request: Request<SetSocketsRequest>) -> Result<Response<Empty>, Status> {
+        let (SetSocketsRequest { name, token, tree }, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        run_blocking(move || pod.sockets.set(&name, &token, &tree.unwrap_or_default().entries)).await
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {

@@ -119,6 +119,7 @@ impl PodFactory {
             scratch: ScratchSpec { size_mib: SCRATCH_MIB, templates: self.scratch.clone() },
             disk_limits: None,
             volume_cache_seconds: 0,
+            has_sockets: false,
             timeouts: Timeouts::default(),
             jail: Some(JailSpec { seccomp: Seccomp::Kill, image_layers: None, cgroup: None, user: Some(USER) }),
         }

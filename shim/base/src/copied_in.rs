@@ -1,5 +1,6 @@
-//! Defines the protocol of copied-in volumes: limits, paths in the guest, and the messages between the pod process, which
-//! sends requests, and the file-server process (`nacelle-fs`), which reads the files. It performs no I/O.
+//! Defines the protocol of copied-in volumes and of socket volumes: limits, paths in the guest, and the messages between the
+//! pod process, which sends requests, and the file-server process (`nacelle-fs`), which reads files and connects to sockets.
+//! It performs no I/O.
 
 /// The directory in which the agent keeps copied-in volumes; each is `DIRECTORY/NAME`.
 pub const DIRECTORY: &str = "/run/nacelle/pushed";
@@ -21,12 +22,12 @@ pub const MAX_COPY_IN_MESSAGE: usize = 512 << 10;
 /// A request of the pod process. Replies come in the order of the requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CopyInRequest {
-    /// Opens the volume at this path (`CONTAINER/n`) under this number; changes of a `live` volume are reported.
+    /// Opens the volume at this path (`CONTAINER/n`) under this number.
     Open {
         /// The volume's number.
         id: u32,
-        /// The volume has a [`DATA`] link, which is followed and watched; otherwise the directory is read as it is.
-        live: bool,
+        /// How the volume is read.
+        kind: CopyInKind,
         /// The path below the directory in which the daemon mounts copied-in volumes.
         path: String,
     },
@@ -48,12 +49,36 @@ pub enum CopyInRequest {
         /// The volume's number.
         id: u32,
     },
+    /// Connects a socket to one of the sockets of a volume of the kind [`CopyInKind::Sockets`], without waiting. The socket to
+    /// connect comes with the message (SCM_RIGHTS): `nacelle-fs` cannot create any.
+    Connect {
+        /// The volume's number.
+        id: u32,
+        /// The name of the socket in the volume; empty for a volume that is a socket itself.
+        name: Vec<u8>,
+    },
+}
+
+/// How `nacelle-fs` reads a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyInKind {
+    /// The directory or file is read as it is, and not watched.
+    Once,
+    /// The volume has a [`DATA`] link, which is followed and watched: changes are reported.
+    Live,
+    /// Only the UNIX sockets of the directory are listed, or the volume is one. Changes are reported.
+    Sockets,
+}
+
+impl CopyInKind {
+    /// All kinds; a message contains the index in this list.
+    pub const ALL: [CopyInKind; 3] = [CopyInKind::Once, CopyInKind::Live, CopyInKind::Sockets];
 }
 
 /// A message of `nacelle-fs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CopyInMessage {
-    /// The reply to Open and Close.
+    /// The reply to Open, Close and Connect.
     Done {
         /// The volume's number.
         id: u32,
@@ -113,6 +138,11 @@ fn encode_message(kind: u8, id: u32, flag: u8, rest: &[u8]) -> Vec<u8> {
     [&[kind], id.to_le_bytes().as_slice(), &[flag], rest].concat()
 }
 
+/// Returns the index of an element of a list of all values.
+fn list_index<T: PartialEq>(all: &[T], value: &T) -> u8 {
+    all.iter().position(|known| known == value).and_then(|index| u8::try_from(index).ok()).unwrap_or(0)
+}
+
 /// Splits a message into kind, number, flag and payload.
 fn split_message(message: &[u8]) -> Option<(u8, u32, u8, &[u8])> {
     let (kind, rest) = message.split_first()?;
@@ -125,22 +155,28 @@ impl CopyInRequest {
     /// Encodes the request as a message.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            CopyInRequest::Open { id, live, path } => encode_message(1, *id, u8::from(*live), path.as_bytes()),
+            CopyInRequest::Open { id, kind, path } => {
+                encode_message(1, *id, list_index(&CopyInKind::ALL, kind), path.as_bytes())
+            }
             CopyInRequest::Begin { id, full } => encode_message(2, *id, u8::from(*full), &[]),
             CopyInRequest::Next { id } => encode_message(3, *id, 0, &[]),
             CopyInRequest::Close { id } => encode_message(4, *id, 0, &[]),
+            CopyInRequest::Connect { id, name } => encode_message(5, *id, 0, name),
         }
     }
 
     /// Decodes a message; returns `None` if it is not a request.
     pub fn decode(bytes: &[u8]) -> Option<CopyInRequest> {
         Some(match split_message(bytes)? {
-            (1, id, live @ 0..=1, path) => {
-                CopyInRequest::Open { id, live: live == 1, path: std::str::from_utf8(path).ok()?.to_owned() }
-            }
+            (1, id, kind, path) => CopyInRequest::Open {
+                id,
+                kind: *CopyInKind::ALL.get(usize::from(kind))?,
+                path: std::str::from_utf8(path).ok()?.to_owned(),
+            },
             (2, id, full @ 0..=1, []) => CopyInRequest::Begin { id, full: full == 1 },
             (3, id, 0, []) => CopyInRequest::Next { id },
             (4, id, 0, []) => CopyInRequest::Close { id },
+            (5, id, 0, name) => CopyInRequest::Connect { id, name: name.to_vec() },
             _ => return None,
         })
     }
@@ -153,8 +189,7 @@ impl CopyInMessage {
             CopyInMessage::Done { id } => encode_message(1, *id, 0, &[]),
             CopyInMessage::Part { id, last, tree } => encode_message(2, *id, u8::from(*last), tree),
             CopyInMessage::Failed { id, reason, text } => {
-                let index = CopyInFailure::ALL.iter().position(|known| known == reason).unwrap_or(0);
-                encode_message(3, *id, u8::try_from(index).unwrap_or(0), text.as_bytes())
+                encode_message(3, *id, list_index(&CopyInFailure::ALL, reason), text.as_bytes())
             }
             CopyInMessage::Changed { id } => encode_message(4, *id, 0, &[]),
         }
@@ -184,8 +219,10 @@ mod tests {
     #[test]
     fn messages_are_decoded_as_they_were_encoded() {
         for request in [
-            CopyInRequest::Open { id: 7, live: true, path: "c/0".into() },
-            CopyInRequest::Open { id: u32::MAX, live: false, path: String::new() },
+            CopyInRequest::Open { id: 7, kind: CopyInKind::Live, path: "c/0".into() },
+            CopyInRequest::Open { id: u32::MAX, kind: CopyInKind::Once, path: String::new() },
+            CopyInRequest::Open { id: 0, kind: CopyInKind::Sockets, path: "c/1".into() },
+            CopyInRequest::Connect { id: 8, name: vec![b'a', 0xff] },
             CopyInRequest::Begin { id: 1, full: true },
             CopyInRequest::Next { id: 2 },
             CopyInRequest::Close { id: 3 },

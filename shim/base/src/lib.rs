@@ -26,6 +26,7 @@ pub mod random;
 mod removal;
 pub mod retry;
 pub mod share;
+pub mod sockets;
 #[cfg(feature = "task")]
 pub mod task;
 #[cfg(feature = "testing")]

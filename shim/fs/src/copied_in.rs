@@ -1,17 +1,19 @@
-//! Serves the pod process's requests for copied-in volumes in the file-server process: reads volumes part by part, and
-//! reports that one has changed. Between two parts the guest's file requests are served. It runs on the process's only
-//! thread and must not block: it reads only what has arrived.
+//! Serves the pod process's requests for copied-in volumes and socket volumes in the file-server process: reads volumes part
+//! by part, reports that one has changed, and connects sockets. Between two parts the guest's file requests are served. It
+//! runs on the process's only thread and must not block: it reads only what has arrived.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use crate::sockets::{connect_to, list_sockets};
 use crate::volume_reader::{VolumeReadError, VolumeReader};
 use nacelle_base::Chain;
-use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
+use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
+use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::retry::retry_transient;
-use nacelle_proto::agent::Tree;
+use nacelle_proto::agent::{Tree, TreeEntry};
 use nix::unistd::{chdir, fchdir};
 use prost::Message;
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
-use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, openat2};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -29,7 +31,7 @@ const EVENT_BUFFER: usize = 4096;
 
 struct CopiedInVolume {
     root: OwnedFd,
-    live: bool,
+    kind: CopyInKind,
     /// The inotify watch descriptor.
     watch: Option<i32>,
     reader: Option<VolumeReader>,
@@ -45,15 +47,17 @@ struct CopiedInVolume {
 pub(crate) struct CopiedInServer {
     stream: UnixStream,
     root: OwnedFd,
+    /// This process's `/proc/self/fd`.
+    own_fds: OwnedFd,
     inotify: OwnedFd,
     volumes: BTreeMap<u32, CopiedInVolume>,
 }
 
 impl CopiedInServer {
-    /// Serves requests on this stream; volumes are mounted below the directory `root`.
-    pub fn new(stream: UnixStream, root: OwnedFd) -> io::Result<CopiedInServer> {
+    /// Serves requests on this stream; volumes are mounted below the directory `root`. `own_fds` is this process's `/proc/self/fd`.
+    pub fn new(stream: UnixStream, root: OwnedFd, own_fds: OwnedFd) -> io::Result<CopiedInServer> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        Ok(CopiedInServer { stream, root, inotify, volumes: BTreeMap::new() })
+        Ok(CopiedInServer { stream, root, own_fds, inotify, volumes: BTreeMap::new() })
     }
 
     /// Returns the stream on which the pod process sends requests.
@@ -96,16 +100,16 @@ impl CopiedInServer {
                 Err(error) => return Err(error.into()),
             };
             let overflowed = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+            let name = event.file_name().map(std::ffi::CStr::to_bytes);
             // Directories beside the link are written before the link refers to them, and removed later.
-            let is_other_entry = event.file_name().is_none_or(|name| {
-                let name = name.to_bytes();
-                name.starts_with(b"..") && name != DATA.as_bytes()
-            });
-            if is_other_entry && !overflowed {
-                continue;
-            }
+            let is_data = |name: &[u8]| !name.starts_with(b"..") || name == DATA.as_bytes();
             for volume in self.volumes.values_mut() {
-                if (overflowed || volume.watch == Some(event.wd())) && volume.live && !volume.reported {
+                let is_relevant = match volume.kind {
+                    CopyInKind::Once => false,
+                    CopyInKind::Live => overflowed || name.is_some_and(is_data),
+                    CopyInKind::Sockets => overflowed || name.is_some(),
+                };
+                if (overflowed || volume.watch == Some(event.wd())) && is_relevant && !volume.reported {
                     volume.report_at.get_or_insert_with(|| Instant::now() + SETTLE_DELAY);
                 }
             }
@@ -115,7 +119,12 @@ impl CopiedInServer {
     /// Reads one request and replies.
     pub fn handle_request(&mut self) -> io::Result<()> {
         let mut length = [0; 4];
-        self.stream.read_exact(&mut length)?;
+        // A descriptor comes with the first byte.
+        let (received, descriptors) = receive_with_descriptors(&self.stream, &mut length)?;
+        if received == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.stream.read_exact(length.get_mut(received..).unwrap_or_default())?;
         let length = u32::from_le_bytes(length) as usize;
         if length > MAX_COPY_IN_MESSAGE {
             return Err(io::ErrorKind::InvalidData.into());
@@ -123,13 +132,13 @@ impl CopiedInServer {
         let mut bytes = vec![0; length];
         self.stream.read_exact(&mut bytes)?;
         let request = CopyInRequest::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
-        let reply = self.respond_to(request);
+        let reply = self.respond_to(request, descriptors);
         send_message(&mut self.stream, &reply)
     }
 
-    fn respond_to(&mut self, request: CopyInRequest) -> CopyInMessage {
+    fn respond_to(&mut self, request: CopyInRequest, descriptors: Vec<OwnedFd>) -> CopyInMessage {
         match request {
-            CopyInRequest::Open { id, live, path } => match self.open(id, live, &path) {
+            CopyInRequest::Open { id, kind, path } => match self.open(id, kind, &path) {
                 Ok(()) => CopyInMessage::Done { id },
                 Err((reason, text)) => CopyInMessage::Failed { id, reason, text },
             },
@@ -139,10 +148,27 @@ impl CopiedInServer {
                 self.close(id);
                 CopyInMessage::Done { id }
             }
+            CopyInRequest::Connect { id, name } => match self.connect(id, &name, descriptors) {
+                Ok(()) => CopyInMessage::Done { id },
+                Err(error) => {
+                    let reason = match error.kind() {
+                        io::ErrorKind::NotFound => CopyInFailure::Missing,
+                        _ => CopyInFailure::Failed,
+                    };
+                    CopyInMessage::Failed { id, reason, text: format!("cannot connect to the socket: {error}") }
+                }
+            },
         }
     }
 
-    fn open(&mut self, id: u32, live: bool, path: &str) -> Result<(), (CopyInFailure, String)> {
+    fn connect(&self, id: u32, name: &[u8], mut descriptors: Vec<OwnedFd>) -> io::Result<()> {
+        let volume = self.volumes.get(&id).filter(|volume| volume.kind == CopyInKind::Sockets);
+        let volume = volume.ok_or(io::ErrorKind::NotFound)?;
+        let socket = descriptors.pop().filter(|_| descriptors.is_empty()).ok_or(io::ErrorKind::InvalidInput)?;
+        connect_to(volume.root.as_fd(), name, &socket, self.own_fds.as_fd())
+    }
+
+    fn open(&mut self, id: u32, kind: CopyInKind, path: &str) -> Result<(), (CopyInFailure, String)> {
         if self.volumes.len() >= MAX_VOLUMES {
             return Err((
                 CopyInFailure::LimitExceeded,
@@ -150,7 +176,11 @@ impl CopiedInServer {
             ));
         }
         self.close(id);
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let flags = match kind {
+            // The volume may be a socket.
+            CopyInKind::Sockets => OFlags::PATH | OFlags::CLOEXEC,
+            CopyInKind::Once | CopyInKind::Live => OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC,
+        };
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         let failed = |what: &str, error: io::Error| {
             let reason =
@@ -159,16 +189,28 @@ impl CopiedInServer {
         };
         let root = retry_transient(|| openat2(&self.root, path, flags, Mode::empty(), resolve));
         let root = root.map_err(|error| failed("open", error.into()))?;
-        let watch = if live { Some(self.add_watch(&root).map_err(|error| failed("watch", error))?) } else { None };
+        let inspected = fstat(&root).map_err(|error| failed("inspect", error.into()))?;
+        let is_watched = match kind {
+            CopyInKind::Once => false,
+            CopyInKind::Live => true,
+            CopyInKind::Sockets => FileType::from_raw_mode(inspected.st_mode) == FileType::Directory,
+        };
+        let watch =
+            if is_watched { Some(self.add_watch(&root, kind).map_err(|error| failed("watch", error))?) } else { None };
         let volume =
-            CopiedInVolume { root, live, watch, reader: None, known_data: None, report_at: None, reported: false };
+            CopiedInVolume { root, kind, watch, reader: None, known_data: None, report_at: None, reported: false };
         self.volumes.insert(id, volume);
         Ok(())
     }
 
     /// Watches a directory that has no path here, by making it the working directory for the call.
-    fn add_watch(&self, root: &OwnedFd) -> io::Result<i32> {
-        let events = WatchFlags::CREATE
+    fn add_watch(&self, root: &OwnedFd, kind: CopyInKind) -> io::Result<i32> {
+        // A server changes the owner and the mode of its socket after it has created it.
+        let more = if kind == CopyInKind::Sockets { WatchFlags::ATTRIB } else { WatchFlags::empty() };
+        let events = more
+            // Several volumes of the same directory share one watch.
+            | WatchFlags::MASK_ADD
+            | WatchFlags::CREATE
             | WatchFlags::DELETE
             | WatchFlags::MOVED_TO
             | WatchFlags::MOVED_FROM
@@ -183,7 +225,6 @@ impl CopiedInServer {
     fn close(&mut self, id: u32) {
         let Some(volume) = self.volumes.remove(&id) else { return };
         let Some(watch) = volume.watch else { return };
-        // Several volumes of the same directory share one watch.
         if self.volumes.values().all(|other| other.watch != Some(watch))
             && let Err(error) = inotify::remove_watch(&self.inotify, watch)
         {
@@ -197,7 +238,7 @@ impl CopiedInServer {
             || CopyInMessage::Failed { id, reason: CopyInFailure::Missing, text: "the volume is not open".into() };
         let Some(volume) = self.volumes.get_mut(&id) else { return missing() };
         match read_next_part(volume, begin) {
-            Ok(Some((tree, last))) => CopyInMessage::Part { id, last, tree },
+            Ok(Some((entries, last))) => CopyInMessage::Part { id, last, tree: Tree { entries }.encode_to_vec() },
             Ok(None) => missing(),
             Err(error) => {
                 volume.reader = None;
@@ -210,12 +251,16 @@ impl CopiedInServer {
 fn read_next_part(
     volume: &mut CopiedInVolume,
     begin: Option<bool>,
-) -> Result<Option<(Vec<u8>, bool)>, VolumeReadError> {
+) -> Result<Option<(Vec<TreeEntry>, bool)>, VolumeReadError> {
     if let Some(full) = begin {
         // Changes from here on are reported.
         (volume.report_at, volume.reported) = (None, false);
+        if volume.kind == CopyInKind::Sockets {
+            return Ok(Some((list_sockets(volume.root.as_fd())?, true)));
+        }
         let known = volume.known_data.take().filter(|_| !full);
-        volume.reader = Some(VolumeReader::begin(volume.root.as_fd(), volume.live, known.as_deref())?);
+        volume.reader =
+            Some(VolumeReader::begin(volume.root.as_fd(), volume.kind == CopyInKind::Live, known.as_deref())?);
     }
     let Some(reader) = &mut volume.reader else { return Ok(None) };
     let (entries, last) = reader.next_part()?;
@@ -223,7 +268,7 @@ fn read_next_part(
         volume.known_data = reader.data_directory().map(<[u8]>::to_vec);
         volume.reader = None;
     }
-    Ok(Some((Tree { entries }.encode_to_vec(), last)))
+    Ok(Some((entries, last)))
 }
 
 fn send_message(stream: &mut UnixStream, message: &CopyInMessage) -> io::Result<()> {

@@ -13,6 +13,7 @@ mod mounts;
 mod names;
 mod process;
 mod server;
+mod sockets;
 mod sys;
 mod views;
 mod virtqueue;

@@ -16,7 +16,7 @@ use nacelle_base::share::{
     MAX_MESSAGE, MAX_SHARED_VIRTQUEUE, MAX_VOLUME_NAME, QUEUES, REQUEST_HEADER, SELECT_VOLUME, SHARE_VIRTQUEUE,
     SharedVirtqueue, UNSHARE_VIRTQUEUE,
 };
-use nacelle_jail::Mode;
+use nacelle_jail::{Mode, SocketUse};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -81,7 +81,7 @@ impl ShareLayout {
 pub struct FileServerChannels {
     /// For each share one stream per queue of its device: the guest's file requests.
     pub file_requests: Vec<[UnixStream; QUEUES]>,
-    /// The requests of the pod process for copied-in volumes (`nacelle_base::copied_in`).
+    /// The requests of the pod process for copied-in volumes and socket volumes (`nacelle_base::copied_in`).
     pub copied_in: UnixStream,
 }
 
@@ -110,12 +110,13 @@ impl FileServerProcess {
 
 /// Starts the file-server process. It builds its root over the directory `scaffold`, in its own mount namespace. The caller
 /// must have one thread only, and no open descriptors that the process must not inherit. `cache` is how long the guest may
-/// cache names and attributes.
+/// cache names and attributes. `sockets` is whether it connects to sockets of volumes.
 pub fn start_file_server(
     scaffold: &Path,
     seccomp: Mode,
     cache: Duration,
     layout: ShareLayout,
+    sockets: SocketUse,
 ) -> Result<FileServerProcess, ShareError> {
     let failed = |source| ShareError::Step { what: "start the file-server process", source };
     let pair = || UnixStream::pair().map_err(failed);
@@ -138,6 +139,7 @@ pub fn start_file_server(
                 seccomp,
                 cache,
                 layout,
+                sockets,
                 FileServerChannels { file_requests: child_file_requests, copied_in: child_copied_in },
             ) {
                 Ok(()) => sys::exit(0),
@@ -157,6 +159,7 @@ fn run(
     seccomp: Mode,
     cache: Duration,
     layout: ShareLayout,
+    sockets: SocketUse,
     channels: FileServerChannels,
 ) -> Result<(), ShareError> {
     let FileServerChannels { file_requests, copied_in } = channels;
@@ -182,7 +185,7 @@ fn run(
     let copied_in_root = build_root(scaffold).map_err(step("build the root directory of the file-server process"))?;
     let mounts = Mounts::new(own_proc)
         .map_err(|source| ShareError::Step { what: "open the mount table of the file-server process", source })?;
-    nacelle_jail::confine(seccomp, CAPABILITIES)?;
+    nacelle_jail::confine(seccomp, CAPABILITIES, sockets)?;
     let (max_files, _) =
         getrlimit(Resource::RLIMIT_NOFILE).map_err(step("read the file-server process's limit of open files"))?;
     let serve = |source| ShareError::Step { what: "serve the requests to the file-server process", source };
@@ -196,7 +199,8 @@ fn run(
         };
         shares.push(ServedShare { server, channels: streams.map(|stream| QueueChannel { stream, virtqueue: None }) });
     }
-    let mut copied_in = CopiedInServer::new(copied_in, copied_in_root).map_err(serve)?;
+    let own_fds = factory.own_fds.try_clone().map_err(serve)?.into();
+    let mut copied_in = CopiedInServer::new(copied_in, copied_in_root, own_fds).map_err(serve)?;
     let first = shares.first_mut().and_then(|share| share.channels.first_mut());
     first.map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
     match serve_requests(&mut shares, &mut copied_in, &factory) {
@@ -223,7 +227,7 @@ fn set_command_line() -> io::Result<()> {
 fn build_root(scaffold: &Path) -> nix::Result<OwnedFd> {
     let none = None::<&str>;
     let mode = FileMode::from_bits_truncate(0o755);
-    // It keeps the network namespace: it may not create sockets.
+    // It keeps the network namespace: it may not create sockets, and those that it connects are of the pod process's.
     let namespaces = CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP;
     unshare(CloneFlags::CLONE_NEWNS | namespaces)?;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;

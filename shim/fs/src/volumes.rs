@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 pub enum VolumeTarget {
     /// The file-server process: the guest finds the n-th volume of a container at `CONTAINER/n` below the share's root.
     Share,
-    /// The file-server process, for copied-in volumes: the n-th of a container is at the path `CONTAINER/n`, which the
+    /// The file-server process, for copied-in volumes and socket volumes: the n-th of a container is at the path `CONTAINER/n`, which the
     /// guest cannot reach. Copies that were made stay when the volumes are unmounted.
     CopiedIn,
     /// The agent of a pod without a guest, which finds the volumes at the same path as in a guest: `nacelle_base::share::DIRECTORY`.

@@ -3,18 +3,21 @@
 
 #![allow(missing_docs, reason = "a program of tests")]
 
-use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest};
+use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRequest};
 use nacelle_base::test_program::run_tests;
 use nacelle_fs::{
     Owners, Propagation, ShareError, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes,
 };
+use nacelle_proto::agent::Tree;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::wait::{WaitStatus, waitpid};
+use prost::Message;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, SystemTime};
@@ -203,7 +206,10 @@ fn copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest() {
         .mount_volumes_for(VolumeTarget::CopiedIn, "c", &[volume(&directory), volume(&directory.join("..1/key"))])
         .unwrap();
     let pair = |path: &str, text: &str| vec![(path.to_owned(), text.to_owned())];
-    let open = |id, live, n: u32| CopyInRequest::Open { id, live, path: format!("c/{n}") };
+    let open = |id, live, n: u32| {
+        let kind = if live { CopyInKind::Live } else { CopyInKind::Once };
+        CopyInRequest::Open { id, kind, path: format!("c/{n}") }
+    };
     for (id, live) in [(7, true), (8, true), (9, false)] {
         assert_eq!(guest.send_copy_in_request(open(id, live, u32::from(!live))), CopyInMessage::Done { id });
     }
@@ -213,7 +219,8 @@ fn copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest() {
         assert_eq!(guest.find(path), Err(libc::ENOENT), "{path}");
     }
     for place in ["c/2", "../places", "/c/0", "c/0/../../..", "d"] {
-        let reply = guest.send_copy_in_request(CopyInRequest::Open { id: 10, live: false, path: place.into() });
+        let reply =
+            guest.send_copy_in_request(CopyInRequest::Open { id: 10, kind: CopyInKind::Once, path: place.into() });
         assert!(matches!(reply, CopyInMessage::Failed { id: 10, .. }), "{place}: {reply:?}");
     }
     // Open files stay open when the daemon unmounts the volume; they cannot be opened again.
@@ -242,6 +249,88 @@ fn copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest() {
     );
     assert_eq!(guest.files(9), pair("", "one"));
     umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+fn sockets_of_a_volume_are_followed_and_connected() {
+    let (dir, directory) = directory();
+    let path = directory.join("server.sock");
+    let mut guest = Guest::new();
+    let single = directory.join("single.sock");
+    let single_listener = UnixListener::bind(&single).unwrap();
+    let volumes = [volume(&directory), volume(&single), volume(&directory.join("file"))];
+    guest.mount_volumes_for(VolumeTarget::CopiedIn, "c", &volumes).unwrap();
+    for (id, n) in [(1, 0), (2, 1), (3, 2)] {
+        let open = CopyInRequest::Open { id, kind: CopyInKind::Sockets, path: format!("c/{n}") };
+        assert_eq!(guest.send_copy_in_request(open), CopyInMessage::Done { id });
+    }
+    // The daemon unmounts the volumes; the process keeps them open.
+    let namespace = File::open(format!("/proc/{}/ns/mnt", guest.pid)).unwrap();
+    unmount_volumes(namespace.as_fd(), VolumeTarget::CopiedIn, "c").unwrap();
+    let list = |guest: &mut Guest, id| match guest.send_copy_in_request(CopyInRequest::Begin { id, full: true }) {
+        CopyInMessage::Part { last: true, tree, .. } => {
+            let entries = Tree::decode(tree.as_slice()).unwrap().entries;
+            entries.into_iter().map(|entry| (String::from_utf8(entry.path).unwrap(), entry.mode, entry.uid)).collect()
+        }
+        other => panic!("{other:?}"),
+    };
+    let mode_of = |path: &Path| fs::metadata(path).unwrap().mode();
+    let root = (String::new(), mode_of(&directory), 0);
+    let single_entry = ("single.sock".to_owned(), mode_of(&single), 0);
+    let before: Vec<(String, u32, u32)> = list(&mut guest, 1);
+    assert_eq!(before, [root.clone(), single_entry.clone()]);
+    assert_eq!(list(&mut guest, 2), [(String::new(), mode_of(&single), 0)]);
+    let reply = guest.send_copy_in_request(CopyInRequest::Begin { id: 3, full: true });
+    assert!(matches!(reply, CopyInMessage::Failed { reason: CopyInFailure::UnsupportedEntry, .. }), "{reply:?}");
+    // A server starts, restricts its socket, and restarts.
+    for content in ["first", "second"] {
+        let _ = fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o660)).unwrap();
+        assert_eq!(guest.next_message(), CopyInMessage::Changed { id: 1 });
+        let after = list(&mut guest, 1);
+        assert_eq!(after, [root.clone(), ("server.sock".to_owned(), 0o140660, 0), single_entry.clone()]);
+        let socket = UnixStreamSocket::new();
+        assert_eq!(guest.connect_socket(1, "server.sock", &socket.0), CopyInMessage::Done { id: 1 });
+        let (mut server, _) = listener.accept().unwrap();
+        server.write_all(content.as_bytes()).unwrap();
+        drop(server);
+        assert_eq!(socket.read_to_end(), content);
+    }
+    fs::remove_file(&path).unwrap();
+    assert_eq!(guest.next_message(), CopyInMessage::Changed { id: 1 });
+    assert_eq!(list(&mut guest, 1), before);
+    let socket = UnixStreamSocket::new();
+    assert_eq!(guest.connect_socket(2, "", &socket.0), CopyInMessage::Done { id: 2 });
+    drop(single_listener.accept().unwrap());
+    for (id, name) in [(1, "server.sock"), (1, ""), (1, "../secret"), (2, "x"), (3, ""), (9, "server.sock")] {
+        let reply = guest.connect_socket(id, name, &UnixStreamSocket::new().0);
+        assert!(matches!(reply, CopyInMessage::Failed { .. }), "{id} {name}: {reply:?}");
+    }
+    let without_socket = CopyInRequest::Connect { id: 2, name: Vec::new() };
+    let reply = guest.send_copy_in_request(without_socket);
+    assert!(matches!(reply, CopyInMessage::Failed { .. }), "{reply:?}");
+    umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+/// A stream socket that is not connected yet.
+struct UnixStreamSocket(std::os::fd::OwnedFd);
+
+impl UnixStreamSocket {
+    fn new() -> UnixStreamSocket {
+        let (family, kind) = (nix::sys::socket::AddressFamily::Unix, nix::sys::socket::SockType::Stream);
+        let flags = nix::sys::socket::SockFlag::SOCK_CLOEXEC;
+        UnixStreamSocket(nix::sys::socket::socket(family, kind, flags, None).unwrap())
+    }
+
+    /// Reads until the server closes the connection.
+    fn read_to_end(self) -> String {
+        let mut stream = std::os::unix::net::UnixStream::from(self.0);
+        // The file-server process has made it non-blocking.
+        stream.set_nonblocking(false).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
 }
 
 fn invalid_messages_end_the_process() {
@@ -578,7 +667,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 21] = [
+    let tests: [(&str, fn()); 22] = [
         (
             "directories_and_files_are_shared_with_the_requested_access",
             directories_and_files_are_shared_with_the_requested_access,
@@ -592,6 +681,7 @@ fn main() -> ExitCode {
             "copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest",
             copied_in_volumes_are_read_and_watched_and_inaccessible_to_the_guest,
         ),
+        ("sockets_of_a_volume_are_followed_and_connected", sockets_of_a_volume_are_followed_and_connected),
         ("invalid_messages_end_the_process", invalid_messages_end_the_process),
         ("no_name_or_link_leads_out_of_a_volume", no_name_or_link_leads_out_of_a_volume),
         ("mounts_of_the_node_propagate_where_requested", mounts_of_the_node_propagate_where_requested),

@@ -5,7 +5,7 @@ use crate::mount_namespace::{self, MountNamespaceError};
 use crate::privileges::{FailedStep, drop_privileges};
 use crate::scope::{self, NetworkAccess};
 use crate::seccomp::{self, SeccompError};
-use crate::{Mode, Profile, VisiblePath, cgroup, sys};
+use crate::{Mode, Profile, SocketUse, VisiblePath, cgroup, sys};
 use nacelle_base::{Chain, Classify, FailureKind};
 use nix::errno::Errno;
 use nix::sys::prctl;
@@ -108,11 +108,11 @@ pub fn enter(plan: JailPlan) -> Result<(), JailError> {
 
 /// Drops all rights except these capabilities (one bit each), irrevocably. For a process of one thread that has a root of
 /// its own already, starts no program and uses only open descriptors.
-pub fn confine(seccomp: Mode, capabilities: u64) -> Result<(), JailError> {
+pub fn confine(seccomp: Mode, capabilities: u64, sockets: SocketUse) -> Result<(), JailError> {
     set_limits(ResourceLimits::default())?;
     drop_privileges(None, capabilities)?;
     restrict_scope(true)?;
-    Ok(seccomp::install_single_thread_filter(seccomp)?)
+    Ok(seccomp::install_single_thread_filter(seccomp, sockets)?)
 }
 
 fn restrict_scope(signals: bool) -> Result<(), JailError> {

@@ -68,3 +68,12 @@ pub enum Profile {
     /// Threads that start no program have the same lists as with `InProcess`.
     StartsPrograms,
 }
+
+/// What a process of one thread does with sockets that it receives. It creates none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SocketUse {
+    /// It reads and writes them.
+    Open,
+    /// It connects them, too.
+    Connect,
+}

@@ -20,7 +20,7 @@ mod table;
 mod worker;
 
 pub use enter::{JailError, JailPlan, ResourceLimits, close_inherited, confine, enter};
-pub use kinds::{Mode, Profile, ThreadKind};
+pub use kinds::{Mode, Profile, SocketUse, ThreadKind};
 pub use mount_namespace::{Access, MountNamespaceError, VisiblePath, check_idmapped_mounts};
 pub use oom::{drop_oom_protection, set_oom_score};
 pub use scope::{NetworkAccess, create_child_pid_namespace};

@@ -5,7 +5,7 @@ use crate::table::{
     ArgumentRule, SyscallRule, allowed_calls, forbidden_calls, forbidden_to_programs, forbidden_when_single_threaded,
     worker_calls,
 };
-use crate::{Mode, Profile, ThreadKind};
+use crate::{Mode, Profile, SocketUse, ThreadKind};
 use crate::{spawn, sys};
 use nacelle_base::{Classify, FailureKind};
 use seccompiler::{
@@ -75,11 +75,12 @@ pub fn install_process_filter(mode: Mode, profile: Profile) -> Result<(), Seccom
 }
 
 /// Installs a filter for a process that has one thread and never starts another, and executes nothing. It forbids the calls
-/// of [`forbidden_calls`], and also starting programs and processes, and creating sockets. Does nothing with [`Mode::Off`].
-pub fn install_single_thread_filter(mode: Mode) -> Result<(), SeccompError> {
+/// of [`forbidden_calls`], and also starting programs and processes, creating sockets, and except with [`SocketUse::Connect`]
+/// connecting them. Does nothing with [`Mode::Off`].
+pub fn install_single_thread_filter(mode: Mode, sockets: SocketUse) -> Result<(), SeccompError> {
     let kind = ThreadKind::Main;
     let Some(violation) = violation_action(mode) else { return Ok(()) };
-    let rules = build_rules(forbidden_calls().iter().chain(forbidden_when_single_threaded()));
+    let rules = build_rules(forbidden_calls().iter().chain(forbidden_when_single_threaded(sockets)));
     let filter = rules.and_then(|rules| SeccompFilter::new(rules, SeccompAction::Allow, violation, TargetArch::x86_64));
     let program: BpfProgram =
         filter.and_then(TryInto::try_into).map_err(|source| SeccompError::Compile { kind, source })?;

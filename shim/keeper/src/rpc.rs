@@ -8,8 +8,8 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
-    ListContainersResponse, RenewRequest, SetMemoryRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse,
-    WriteVolumeRequest,
+    ListContainersResponse, RenewRequest, SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse,
+    WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -107,6 +107,10 @@ impl Agent for KeeperService {
 
     async fn drop_volume(&self, _: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
         Ok(Response::new(Empty {}))
+    }
+
+    async fn set_sockets(&self, _: Request<SetSocketsRequest>) -> Result<Response<Empty>, Status> {
+        unsupported("use a socket volume", "volumes are disks of the VM document")
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {

@@ -14,12 +14,14 @@ use crate::container::{self, AttachOutcome, ContainerExit, StartedContainer};
 use crate::copied_volumes::CopiedVolumes;
 use crate::device_table::DeviceTable;
 use crate::error::{Failure, PodError};
+use crate::file_server_channel::FileServerChannel;
 use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
 use crate::log::ContainerLog;
 use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
 use crate::memory::{self, RunningVm};
 use crate::record::{Phase, SavedPodState};
+use crate::socket_volumes::SocketVolumes;
 use crate::spec::PodSpec;
 use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
 use crate::stops::{ContainerStop, ContainerStops};
@@ -149,6 +151,7 @@ pub struct PodActor {
     offers: BTreeMap<u64, OfferedFiles>,
     last_offer: u64,
     copied_volumes: CopiedVolumes,
+    socket_volumes: SocketVolumes,
     clock_steps: Option<ClockSteps>,
 }
 
@@ -190,6 +193,7 @@ impl PodActor {
             offers: BTreeMap::new(),
             last_offer: 0,
             copied_volumes: CopiedVolumes::default(),
+            socket_volumes: SocketVolumes::default(),
             clock_steps: None,
         };
         (actor, handles)
@@ -199,7 +203,14 @@ impl PodActor {
     pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::PreparedVm) {
         self.write().await;
         self.clock_steps = prepared.clock_steps.take();
-        self.copied_volumes = CopiedVolumes::new(prepared.copied_volumes.take(), self.spec.timeouts.call());
+        let channel = prepared.copied_volumes.take();
+        let channel = channel.map(|stream| FileServerChannel::new(stream, self.spec.timeouts.call())).transpose();
+        let channel = channel.unwrap_or_else(|error| {
+            tracing::error!("cannot copy volumes into the guest of this pod: {}", Chain(&error));
+            None
+        });
+        self.socket_volumes = SocketVolumes::new(channel.clone().filter(|_| self.spec.has_sockets));
+        self.copied_volumes = CopiedVolumes::new(channel);
         let (spec, dir, events) = (Arc::clone(&self.spec), self.dir.clone(), self.events.clone());
         tokio::spawn(async move {
             let assembled = machine::assemble(&spec, &dir, engine, prepared).await;
@@ -348,6 +359,11 @@ impl PodActor {
             if self.spec.engine.has_disks() {
                 // Ends with the VM.
                 tokio::spawn(clock::follow(guest.agent.clone(), self.clock_steps.take()));
+            }
+            if let VmStage::Running { machine, .. } = &self.vm
+                && self.spec.has_sockets
+            {
+                self.socket_volumes.serve(&*machine.link());
             }
             self.agent = Some(guest.agent);
             self.configured = guest.response;

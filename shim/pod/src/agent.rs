@@ -171,6 +171,11 @@ impl Agent {
         self.call("remove a copied-in volume", self.limit, self.rpc.clone().drop_volume(request)).await.map(drop)
     }
 
+    /// Creates a socket volume, changes its sockets, or removes it.
+    pub async fn set_sockets(&self, request: proto::SetSocketsRequest) -> Result<(), PodError> {
+        self.call("change the sockets of a volume", self.limit, self.rpc.clone().set_sockets(request)).await.map(drop)
+    }
+
     /// Kills the remaining processes of a container and removes it.
     pub async fn remove_container(&self, id: &str) -> Result<(), PodError> {
         let request = common::ContainerRef { id: id.to_owned() };

@@ -10,6 +10,7 @@ use crate::guest_values::{Bounded, FromGuest};
 use crate::images::Placement;
 use crate::log::{ContainerLog, LogStream, pump};
 use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
+use crate::socket_volumes::SocketVolumes;
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
 use nacelle_base::{Chain, Classify, FailureKind};
@@ -86,15 +87,23 @@ pub struct DeviceAttachment {
     pub sender: watch::Sender<Option<Result<(), Failure>>>,
 }
 
+/// The clients of the file-server process for the volumes of containers that are not shared.
+pub struct NodeVolumes {
+    /// For the volumes that are copied in.
+    pub copied_volumes: CopiedVolumes,
+    /// For the sockets of the node.
+    pub socket_volumes: SocketVolumes,
+}
+
 /// Creates a container: attaches the images that are not attached yet (the root's is the first) and the devices, sends its
-/// copied-in volumes, hands over its disks, and calls the agent.
+/// copied-in volumes and sockets, hands over its disks, and calls the agent.
 pub async fn create(
     agent: Agent,
     request: Arc<pod::CreateContainerRequest>,
     mut images: Vec<ImageUse>,
     devices: Vec<DeviceUse>,
     disks: Vec<(String, File)>,
-    copied_volumes: CopiedVolumes,
+    volumes: NodeVolumes,
 ) -> Result<Bounded<common::CreateContainerResponse>, Failure> {
     // All of this container's images are attached before it waits for those of others, so that no container waits for one
     // that waits itself.
@@ -111,7 +120,10 @@ pub async fn create(
     }
     let device_partitions = attached?;
     for volume in &request.copied_in_volumes {
-        copied_volumes.copy_in(&agent, volume).await?;
+        volumes.copied_volumes.copy_in(&agent, volume).await?;
+    }
+    for volume in &request.socket_volumes {
+        volumes.socket_volumes.attach(&agent, volume).await?;
     }
     let mut handed_over = Vec::with_capacity(disks.len());
     for (name, file) in disks {

@@ -127,8 +127,18 @@ pub enum PodError {
         /// The cause.
         text: String,
     },
-    /// The guest rejected a copied-in volume.
-    #[error("the guest rejected the copy of volume {path}")]
+    /// The sockets of a volume of the node could not be listed.
+    #[error("cannot find the sockets of volume {path}: {text}")]
+    SocketsUnreadable {
+        /// The path on the node.
+        path: String,
+        /// The kind of the failure.
+        why: CopyInFailure,
+        /// The cause.
+        text: String,
+    },
+    /// The guest rejected a copied-in volume or a socket volume.
+    #[error("the guest rejected volume {path}")]
     VolumeRejected {
         /// The path on the node.
         path: String,
@@ -228,7 +238,7 @@ impl Classify for PodError {
             PodError::Device(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
             PodError::Agent { kind, .. } => *kind,
-            PodError::VolumeUnreadable { why, .. } => match why {
+            PodError::VolumeUnreadable { why, .. } | PodError::SocketsUnreadable { why, .. } => match why {
                 CopyInFailure::Changed => FailureKind::Unavailable,
                 CopyInFailure::LimitExceeded => FailureKind::Exhausted,
                 CopyInFailure::UnsupportedEntry => FailureKind::Conflict,

@@ -8,9 +8,11 @@ use crate::agent::read_guest_frame;
 use crate::guest_values::{FromGuest, StatisticsBounds};
 use crate::log::{LogSplitter, LogStream, MAX_TEXT};
 use crate::record;
+use crate::socket_volumes::read_header;
 use messages::agent_messages;
 use nacelle_base::allocations::AllocationLimit;
 use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
+use nacelle_base::sockets;
 use nacelle_proto::{agent, common, pod, wire};
 use prost::Message;
 use std::collections::BTreeSet;
@@ -140,6 +142,18 @@ pub fn copied_in(data: &[u8]) {
     }
 }
 
+/// Reads the bytes as the header of a connection to a socket of the node. A header that is read is the one that was sent.
+pub fn socket_header(data: &[u8]) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let limit = AllocationLimit { base: 256, per_byte: 1, base_count: 4, count_per_byte: 0 };
+    let mut stream = data;
+    let read = limit.enforce(data.len(), || runtime.block_on(read_header(&mut stream)));
+    let Ok(header) = read else { return };
+    assert!(header.name.is_empty() || sockets::is_name(&header.name));
+    let encoded = header.encode().expect("it was read");
+    assert!(data.starts_with(&encoded) && stream.len() == data.len() - encoded.len());
+}
+
 /// Writes the output of a container to its log, in two pieces. The log contains all of it and nothing else.
 pub fn output(data: &[u8]) {
     const TIME: &str = "2024-01-02T03:04:05.000000006Z";
@@ -173,12 +187,13 @@ pub fn output(data: &[u8]) {
 pub type Target = fn(&[u8]);
 
 /// All harnesses by the names of their corpora.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("statistics", statistics),
     ("handshake", handshake),
     ("agent_messages", agent_messages),
     ("record", record),
     ("copied_in", copied_in),
+    ("socket_header", socket_header),
     ("output", output),
 ];
 

@@ -18,6 +18,7 @@ mod device_table;
 mod devices;
 mod error;
 mod exec;
+mod file_server_channel;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod guest_values;
@@ -34,6 +35,7 @@ pub mod run_dir;
 pub mod scratch;
 mod server;
 pub mod share;
+mod socket_volumes;
 pub mod spec;
 mod state;
 mod stops;

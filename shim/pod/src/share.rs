@@ -10,6 +10,7 @@ use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_fs::{FileServerProcess, ShareError, ShareLayout};
 pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount};
+use nacelle_jail::SocketUse;
 use nacelle_model::process::ProcessIdentity;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -63,8 +64,9 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<FileServerProce
         // If this fails, the error is reported when the pod process joins the cgroup for good.
         let _ = nacelle_jail::cgroup::join(group);
     }
-    let share =
-        nacelle_fs::start_file_server(dir, jail.seccomp, Duration::from_secs(spec.volume_cache_seconds), layout)?;
+    let sockets = if spec.has_sockets { SocketUse::Connect } else { SocketUse::Open };
+    let cache = Duration::from_secs(spec.volume_cache_seconds);
+    let share = nacelle_fs::start_file_server(dir, jail.seccomp, cache, layout, sockets)?;
     record_process(share.pid().as_raw(), dir)?;
     Ok(Some(share))
 }

@@ -85,6 +85,9 @@ pub struct PodSpec {
     /// The number of seconds for which the guest may cache names and attributes of files on volumes of the node.
     #[serde(default)]
     pub volume_cache_seconds: u64,
+    /// Containers may have socket volumes: the guest may open connections, and `nacelle-fs` may connect sockets.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_sockets: bool,
     /// The time limits.
     #[serde(default)]
     pub timeouts: Timeouts,
@@ -416,6 +419,7 @@ pub(crate) mod tests {
             user_namespace: None,
             shm_bytes: 0,
             volume_cache_seconds: 0,
+            has_sockets: false,
             scratch: ScratchSpec { size_mib: 64, templates: "/var/lib/nacelle/scratch".into() },
             disk_limits: None,
             timeouts: Timeouts::default(),

@@ -6,11 +6,12 @@ mod front;
 
 pub use front::{FrontEnd, Queue, eventually};
 use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
+use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_fs::{
     FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
     unmount_volumes,
 };
-use nacelle_jail::Mode;
+use nacelle_jail::{Mode, SocketUse};
 use nacelle_proto::agent::{Tree, TreeEntry};
 use nacelle_vmm::fs::Fs;
 use nix::sys::wait::waitpid;
@@ -65,9 +66,14 @@ impl Guest {
     /// Starts a guest whose share serves one volume, with or without shared virtqueues.
     pub fn of_volume(shared: bool, container: &str, volumes: &[VolumeToMount], part: &str) -> std::io::Result<Guest> {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: FileServerProcess =
-            nacelle_fs::start_file_server(scaffold.path(), Mode::Kill, Duration::ZERO, ShareLayout::PerVolume(2))
-                .unwrap();
+        let share: FileServerProcess = nacelle_fs::start_file_server(
+            scaffold.path(),
+            Mode::Kill,
+            Duration::ZERO,
+            ShareLayout::PerVolume(2),
+            SocketUse::Open,
+        )
+        .unwrap();
         let pid = share.pid();
         let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
@@ -94,8 +100,14 @@ impl Guest {
 
     fn start(shared: bool) -> Guest {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: FileServerProcess =
-            nacelle_fs::start_file_server(scaffold.path(), Mode::Kill, Duration::ZERO, ShareLayout::Single).unwrap();
+        let share: FileServerProcess = nacelle_fs::start_file_server(
+            scaffold.path(),
+            Mode::Kill,
+            Duration::ZERO,
+            ShareLayout::Single,
+            SocketUse::Connect,
+        )
+        .unwrap();
         let pid = share.pid();
         let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let files = files.pop().unwrap();
@@ -157,6 +169,15 @@ impl Guest {
         let bytes = request.encode();
         let length = u32::try_from(bytes.len()).unwrap();
         self.copied_in.write_all(&[length.to_le_bytes().as_slice(), &bytes].concat()).unwrap();
+        self.next_message()
+    }
+
+    /// Sends a request to connect this socket to one of a socket volume.
+    pub fn connect_socket(&mut self, id: u32, name: &str, socket: &impl AsFd) -> CopyInMessage {
+        let bytes = CopyInRequest::Connect { id, name: name.into() }.encode();
+        let length = u32::try_from(bytes.len()).unwrap();
+        let message = [length.to_le_bytes().as_slice(), &bytes].concat();
+        assert_eq!(send_with_descriptor(&self.copied_in, &message, socket).unwrap(), message.len());
         self.next_message()
     }
 

@@ -4,6 +4,7 @@ use super::{
     ArgumentRule, SIGNAL_RECEIVER, SOCKET_SIGNAL_RECEIVER, SyscallRule, any_arguments, clone_flag, fcntl,
     mode_with_bit, other_process,
 };
+use crate::SocketUse;
 use libc as c;
 
 /// Returns the calls that are forbidden to a process that starts other programs, and to these programs: none of them is
@@ -114,9 +115,12 @@ pub fn forbidden_to_programs() -> &'static [SyscallRule] {
     }
 }
 
+/// The call that is forbidden, too, to a process that connects no sockets.
+const CONNECT: &[SyscallRule] = &[any_arguments(c::SYS_connect, "networks, and sockets that lie on a volume")];
+
 /// Returns the calls that are forbidden in addition to a process that only serves files.
-pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
-    const {
+pub fn forbidden_when_single_threaded(sockets: SocketUse) -> impl Iterator<Item = &'static SyscallRule> {
+    let always: &[SyscallRule] = const {
         &[
             any_arguments(c::SYS_execve, "programs"),
             any_arguments(c::SYS_execveat, "programs"),
@@ -130,10 +134,11 @@ pub fn forbidden_when_single_threaded() -> &'static [SyscallRule] {
             any_arguments(c::SYS_pidfd_open, "other processes"),
             any_arguments(c::SYS_socket, "networks"),
             any_arguments(c::SYS_socketpair, "networks"),
-            any_arguments(c::SYS_connect, "networks, and sockets that lie on a volume"),
             any_arguments(c::SYS_bind, "networks, and sockets that lie on a volume"),
             any_arguments(c::SYS_io_uring_setup, "system calls that bypass filters"),
             any_arguments(c::SYS_memfd_create, "code"),
         ]
-    }
+    };
+    let connect = if sockets == SocketUse::Connect { &[] } else { CONNECT };
+    always.iter().chain(connect)
 }

@@ -1,6 +1,7 @@
 //! Tests the tables against each other, and the counts in docs/contributor/jail.md.
 
 use super::*;
+use crate::SocketUse;
 
 #[test]
 fn each_syscall_rule_has_its_reason() {
@@ -9,7 +10,7 @@ fn each_syscall_rule_has_its_reason() {
         .flat_map(allowed_calls)
         .chain(forbidden_calls())
         .chain(forbidden_to_programs())
-        .chain(forbidden_when_single_threaded())
+        .chain(forbidden_when_single_threaded(SocketUse::Open))
         .chain(worker_calls())
     {
         assert!(!entry.reason.is_empty(), "{}", entry.syscall);
@@ -62,7 +63,8 @@ fn a_vm_in_this_process_executes_nothing() {
 
 #[test]
 fn a_worker_is_allowed_nothing_that_is_forbidden_to_others() {
-    let others = forbidden_calls().iter().chain(forbidden_to_programs()).chain(forbidden_when_single_threaded());
+    let single_threaded = forbidden_when_single_threaded(SocketUse::Open);
+    let others = forbidden_calls().iter().chain(forbidden_to_programs()).chain(single_threaded);
     for entry in others {
         // A worker may send a signal to itself only.
         let allowed = worker_calls().iter().find(|allowed| allowed.syscall == entry.syscall);
@@ -90,6 +92,14 @@ fn a_worker_is_allowed_nothing_that_is_forbidden_to_others() {
     ] {
         assert!(!worker_calls().iter().any(|allowed| allowed.syscall == call), "{call}");
     }
+}
+
+#[test]
+fn a_file_server_that_connects_sockets_may_do_nothing_else_in_addition() {
+    let calls = |sockets| forbidden_when_single_threaded(sockets).map(|entry| entry.syscall).collect::<Vec<_>>();
+    let (open, connect) = (calls(SocketUse::Open), calls(SocketUse::Connect));
+    assert_eq!(open, [connect.as_slice(), &[c::SYS_connect]].concat());
+    assert!(connect.contains(&c::SYS_socket) && connect.contains(&c::SYS_bind));
 }
 
 #[test]

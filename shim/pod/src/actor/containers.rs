@@ -1,7 +1,7 @@
 //! Handles the actor's requests for single containers and the events that their effects report, and counts the users of images.
 
 use super::{ContainerEntry, ContainerHandle, DeferredReplies, EffectEvent, PodActor, Reply, report, send_reply};
-use crate::container::{self, ContainerExit, ImageAttachment, ImageContent, ImageUse, StartedContainer};
+use crate::container::{self, ContainerExit, ImageAttachment, ImageContent, ImageUse, NodeVolumes, StartedContainer};
 use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
@@ -76,9 +76,10 @@ impl PodActor {
         };
         let request = Arc::new(request);
         let (name, events, creation) = (id.to_owned(), self.events.clone(), Arc::clone(&request));
-        let copied_volumes = self.copied_volumes.clone();
+        let (copied_volumes, socket_volumes) = (self.copied_volumes.clone(), self.socket_volumes.clone());
         tokio::spawn(async move {
-            let created = container::create(agent, creation, images, devices, disks, copied_volumes).await;
+            let volumes = NodeVolumes { copied_volumes, socket_volumes };
+            let created = container::create(agent, creation, images, devices, disks, volumes).await;
             report(&events, EffectEvent::Created(name, created));
         });
         Ok(ContainerEntry {
@@ -383,7 +384,7 @@ impl PodActor {
         });
     }
 
-    /// Removes one container from the users of these images and devices, and its copied-in volumes.
+    /// Removes one container from the users of these images and devices, and its copied-in volumes and socket volumes.
     fn release_all(&mut self, request: &pod::CreateContainerRequest) {
         // A device of a volume stays attached until the pod ends.
         for device in request.devices.iter().filter(|device| !device.is_empty_dir) {
@@ -395,6 +396,7 @@ impl PodActor {
         if let Some(agent) = self.agent.clone() {
             self.copied_volumes.remove_copies(agent, &request.copied_in_volumes);
         }
+        self.socket_volumes.detach(&request.socket_volumes);
     }
 
     /// Removes one user of an image; when the last is gone, detaches the image from the VM.

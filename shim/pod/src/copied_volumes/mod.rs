@@ -4,17 +4,14 @@
 //!
 //! docs/contributor/volumes.md describes the whole. The tasks run on the async runtime; [`CopiedVolumes`] is cheap to clone.
 
-mod channel;
-
 use crate::agent::Agent;
 use crate::error::{Failure, PodError};
+use crate::file_server_channel::{FileServerChannel, OpenVolume};
 use crate::text::printable;
-use channel::{FileServerChannel, OpenVolume};
 use nacelle_base::Chain;
-use nacelle_base::copied_in::{CopyInFailure, CopyInMessage, CopyInRequest};
+use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRequest};
 use nacelle_proto::{agent as proto, pod, wire};
 use std::collections::BTreeMap;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -39,13 +36,8 @@ pub struct CopiedVolumes {
 }
 
 impl CopiedVolumes {
-    /// Creates the client of the file-server process at the other end of this stream, if there is one; each reply may take `limit`.
-    pub fn new(stream: Option<UnixStream>, limit: Duration) -> CopiedVolumes {
-        let channel = stream.map(|stream| FileServerChannel::new(stream, limit)).transpose();
-        let channel = channel.unwrap_or_else(|error| {
-            tracing::error!("cannot copy volumes into the guest of this pod: {}", Chain(&error));
-            None
-        });
+    /// Creates the client of the file-server process at the other end of this channel, if there is one.
+    pub fn new(channel: Option<FileServerChannel>) -> CopiedVolumes {
         CopiedVolumes { channel, live: Arc::default() }
     }
 
@@ -100,7 +92,8 @@ impl VolumeCopier {
     /// Opens the volume and copies it. The caller must close the volume.
     async fn open_and_copy(&mut self, volume: &pod::CopiedInVolume) -> (OpenVolume, Result<(), PodError>) {
         let opened = self.channel.allocate();
-        let request = CopyInRequest::Open { id: opened.id, live: volume.is_live, path: volume.server_path.clone() };
+        let kind = if volume.is_live { CopyInKind::Live } else { CopyInKind::Once };
+        let request = CopyInRequest::Open { id: opened.id, kind, path: volume.server_path.clone() };
         let outcome = match self.channel.call(request).await {
             Some(CopyInMessage::Done { .. }) => self.copy(&opened, &volume.path, true).await,
             other => Err(read_error(&volume.path, other)),

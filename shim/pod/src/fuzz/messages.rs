@@ -17,7 +17,7 @@ const RESERVE: u64 = 1 << 30;
 type Check = fn(&[u8]);
 
 /// The types of all messages. The first byte of an input selects one.
-const CHECKS: [Check; 38] = [
+const CHECKS: [Check; 39] = [
     // From the guest to the pod process.
     agent_hello,
     boot_report,
@@ -61,6 +61,7 @@ const CHECKS: [Check; 38] = [
     // Added later: their numbers come last, so that those of the corpus stay.
     only_decode::<agent::ClockReading>,
     only_decode::<agent::FollowClockRequest>,
+    only_decode::<agent::SetSocketsRequest>,
 ];
 
 /// Decodes one message: the number of its type and its bytes.

@@ -310,6 +310,11 @@ impl Agent for Service {
         empty()
     }
 
+    async fn set_sockets(&self, _: Request<proto::SetSocketsRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("set_sockets").await?;
+        empty()
+    }
+
     async fn remove_container(&self, request: Request<common::ContainerRef>) -> RpcResult<common::Empty> {
         self.apply_fault("remove").await?;
         self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));

@@ -44,6 +44,7 @@ pub fn spec(root: &Path) -> PodSpec {
         user_namespace: None,
         shm_bytes: 0,
         volume_cache_seconds: 0,
+        has_sockets: false,
         scratch: ScratchSpec { size_mib: 16, templates: root.join("templates") },
         disk_limits: None,
         timeouts: Timeouts { shutdown_ms: 60_000, ..Timeouts::default() },

@@ -174,5 +174,6 @@ async fn request(
         empty_dirs: Vec::new(),
         disks: Vec::new(),
         anonymous_volumes,
+        socket_volumes: Vec::new(),
     })
 }

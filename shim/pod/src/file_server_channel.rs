@@ -1,5 +1,5 @@
-//! Implements the pod process's side of the channel to the file-server process (`nacelle-fs`) for copied-in volumes:
-//! requests, replies in the same order, and notifications that a volume has changed. The file-server process also serves a
+//! Implements the pod process's side of the channel to the file-server process (`nacelle-fs`) for copied-in volumes and
+//! socket volumes: requests, replies in the same order, and notifications that a volume has changed. The file-server process also serves a
 //! guest's requests, so it is not trusted: messages are bounded, and waits have limits.
 //!
 //! Two tasks read and write the channel; a [`FileServerChannel`] is cheap to clone.
@@ -9,13 +9,15 @@ use crate::agent::tokio_stream_of;
 use crate::error::PodError;
 use nacelle_base::Chain;
 use nacelle_base::copied_in::{CopyInMessage, CopyInRequest, MAX_COPY_IN_MESSAGE};
+use nacelle_base::descriptors::send_with_descriptor;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{Notify, mpsc, oneshot};
 
@@ -28,7 +30,12 @@ struct ChannelState {
     closed: bool,
 }
 
-type PendingCall = (CopyInRequest, oneshot::Sender<CopyInMessage>);
+struct PendingCall {
+    request: CopyInRequest,
+    /// The descriptor that comes with the request.
+    descriptor: Option<OwnedFd>,
+    reply: oneshot::Sender<CopyInMessage>,
+}
 
 /// The channel to the file-server process.
 #[derive(Clone)]
@@ -53,7 +60,7 @@ fn lock(state: &Mutex<ChannelState>) -> MutexGuard<'_, ChannelState> {
 
 impl FileServerChannel {
     /// Creates the channel on this stream; each reply may take `limit`.
-    pub fn new(stream: UnixStream, limit: Duration) -> Result<FileServerChannel, PodError> {
+    pub fn new(stream: std::os::unix::net::UnixStream, limit: Duration) -> Result<FileServerChannel, PodError> {
         let (read, write) = tokio_stream_of(stream)?.into_split();
         let state = Arc::<Mutex<ChannelState>>::default();
         let (calls, received) = mpsc::unbounded_channel();
@@ -64,8 +71,17 @@ impl FileServerChannel {
 
     /// Sends a request and waits for the reply; returns `None` after the limit, or if the channel is closed.
     pub async fn call(&self, request: CopyInRequest) -> Option<CopyInMessage> {
+        self.call_with_descriptor(request, None).await
+    }
+
+    /// Like [`FileServerChannel::call`], with a descriptor for the file-server process.
+    pub async fn call_with_descriptor(
+        &self,
+        request: CopyInRequest,
+        descriptor: Option<OwnedFd>,
+    ) -> Option<CopyInMessage> {
         let (sender, reply) = oneshot::channel();
-        self.calls.send((request, sender)).ok()?;
+        self.calls.send(PendingCall { request, descriptor, reply: sender }).ok()?;
         tokio::time::timeout(self.limit, reply).await.ok()?.ok()
     }
 
@@ -90,17 +106,28 @@ async fn write_requests(
     mut received: mpsc::UnboundedReceiver<PendingCall>,
     state: Arc<Mutex<ChannelState>>,
 ) {
-    while let Some((request, sender)) = received.recv().await {
+    while let Some(PendingCall { request, descriptor, reply }) = received.recv().await {
         {
             let mut state = lock(&state);
             if state.closed {
                 continue;
             }
-            state.reply_senders.push_back(sender);
+            state.reply_senders.push_back(reply);
         }
         let message = request.encode();
         let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
-        if let Err(error) = stream.write_all(&[length.to_le_bytes().as_slice(), &message].concat()).await {
+        let bytes = [length.to_le_bytes().as_slice(), &message].concat();
+        let written = async {
+            let sent = match descriptor {
+                Some(descriptor) => {
+                    let stream: &UnixStream = stream.as_ref();
+                    stream.async_io(Interest::WRITABLE, || send_with_descriptor(stream, &bytes, &descriptor)).await?
+                }
+                None => 0,
+            };
+            stream.write_all(bytes.get(sent..).unwrap_or_default()).await
+        };
+        if let Err(error) = written.await {
             tracing::warn!("cannot send a request to the file-server process: {error}");
             return;
         }
@@ -145,7 +172,9 @@ async fn read_reply(stream: &mut OwnedReadHalf) -> io::Result<CopyInMessage> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nacelle_base::descriptors::receive_with_descriptors;
     use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
 
     /// The other end of the channel: reads requests, and sends the replies that the test prescribes.
     struct FileServer(UnixStream);
@@ -197,6 +226,30 @@ mod tests {
         assert!(tokio::time::timeout(Duration::from_millis(1), one.changed.notified()).await.is_err());
         drop(serving.join().unwrap());
         assert_eq!(channel.call(CopyInRequest::Close { id: 0 }).await, None, "the channel is closed");
+    }
+
+    #[tokio::test]
+    async fn a_descriptor_comes_with_its_request() {
+        let (channel, server) = channel(LONG);
+        let (near, far) = UnixStream::pair().unwrap();
+        let request = || CopyInRequest::Connect { id: 1, name: b"name".to_vec() };
+        let serving = std::thread::spawn(move || {
+            let mut server = server;
+            let mut length = [0; 4];
+            let (received, mut descriptors) = receive_with_descriptors(&server.0, &mut length).unwrap();
+            server.0.read_exact(&mut length[received..]).unwrap();
+            let mut message = vec![0; u32::from_le_bytes(length) as usize];
+            server.0.read_exact(&mut message).unwrap();
+            assert_eq!(CopyInRequest::decode(&message), Some(request()));
+            UnixStream::from(descriptors.pop().unwrap()).write_all(b"received").unwrap();
+            server.send(&CopyInMessage::Done { id: 1 });
+        });
+        let reply = channel.call_with_descriptor(request(), Some(far.into())).await;
+        assert_eq!(reply, Some(CopyInMessage::Done { id: 1 }));
+        serving.join().unwrap();
+        let mut text = String::new();
+        (&near).read_to_string(&mut text).unwrap();
+        assert_eq!(text, "received");
     }
 
     #[tokio::test]
