@@ -63,6 +63,9 @@ pub struct PodConfig {
     /// The emptyDirs that kubelet keeps on its disk; `None` if they are shares of the node's directories.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub empty_dirs: Option<EmptyDirs>,
+    /// The container paths of mounts that are socket volumes: absolute, without `..` and needless slashes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub socket_mounts: Vec<String>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory limit of all containers together in bytes, if there is one.

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 
 /// The annotations that have no equivalent in the document.
 const KEPT_ANNOTATIONS: &[&str] =
-    &["kind", "name", "machine-id", "run-strategy", "power", "ssh-keys", "empty-dir-limits"];
+    &["kind", "name", "machine-id", "run-strategy", "power", "ssh-keys", "empty-dir-limits", "sockets"];
 /// The prefixes of sources of fields.
 const SOURCES: &[&str] = &["preset ", "instance type ", "preference "];
 /// The maximum length of the name of a source.

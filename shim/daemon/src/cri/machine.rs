@@ -2,7 +2,7 @@
 //! they make the pod a machine pod, or shape the VM of its containers. Fields that this version does not support are rejected by
 //! name.
 
-use super::convert::{EMPTY_DIR_LIMITS, shape};
+use super::convert::{EMPTY_DIR_LIMITS, SOCKETS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, Handler};
 use nacelle_base::FailureKind;
@@ -22,7 +22,7 @@ use tonic::Status;
 /// The largest error text in bytes: gRPC sends it in a header of limited size.
 const MAX_MESSAGE: usize = 3500;
 /// Annotations that other modules implement; see docs/contributor/volumes.md.
-const OTHER_MODULES: [&str; 1] = [EMPTY_DIR_LIMITS];
+const OTHER_MODULES: [&str; 2] = [EMPTY_DIR_LIMITS, SOCKETS];
 
 /// The request in a pod's annotations.
 #[derive(Debug)]
@@ -56,10 +56,12 @@ pub(super) fn vm_request(
 ) -> Result<Option<VmRequest>, Status> {
     let annotations = &pod.annotations;
     let ours = annotations.iter().filter(|(key, _)| key.starts_with(PREFIX) && !OTHER_MODULES.contains(&key.as_str()));
-    let ours: StringMap = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
+    let mut ours: StringMap = ours.map(|(key, value)| (key.clone(), value.clone())).collect();
     if ours.is_empty() {
         return Ok(None);
     }
+    // No setting of the VM, but rejected in a machine pod.
+    ours.extend(annotations.get(SOCKETS).map(|paths| (SOCKETS.to_owned(), paths.clone())));
     let admitted = admit::pod(&ours, &Catalogue::default()).map_err(|causes| {
         refuse(FailureKind::Invalid, &format!("config.annotations: {}", causes.brief(MAX_MESSAGE)))
     })?;
@@ -125,7 +127,7 @@ mod tests {
 
     #[test]
     fn other_annotations_are_nobodys_business() {
-        assert_eq!(rejection(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi")]), None);
+        assert_eq!(rejection(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi"), (SOCKETS, "/a")]), None);
     }
 
     #[test]
@@ -194,6 +196,9 @@ mod tests {
             rejection(&[kind, memory, disk("root=image:a:1"), ("vm.nacelle.dev/power", "off")]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("vm.nacelle.dev/power"), "{message}");
+        let (code, message) = rejection(&[kind, memory, disk("root=image:a:1"), (SOCKETS, "/run/spire")]).unwrap();
+        assert_eq!(code, Code::InvalidArgument);
+        assert!(message.contains(SOCKETS), "{message}");
         let (code, message) = rejection(&[kind]).unwrap();
         assert_eq!(code, Code::InvalidArgument);
         assert!(message.contains("domain.memory.guest"), "{message}");

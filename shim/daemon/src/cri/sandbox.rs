@@ -1,7 +1,7 @@
 //! Implements the pod RPCs: converts the request, calls the lifecycle, converts the result.
 
 use super::Cri;
-use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, stats};
+use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, socket_mounts, stats};
 use super::machine;
 use super::status::{refuse, status};
 use nacelle_base::{FailureKind, PodId};
@@ -59,6 +59,7 @@ impl Cri {
             machine::check_interface_slots(&pod, engine)?;
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
+        pod.socket_mounts = socket_mounts(&pod).map_err(status)?;
         let name = name.to_owned();
         let id = self.node.run_pod(pod, name, engine).await.map_err(status)?;
         Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })

@@ -5,6 +5,7 @@ mod disks;
 pub mod empty_dirs;
 pub mod machine_id;
 mod parse;
+pub mod sockets;
 
 pub use crate::annotation_name::{PREFIX, field};
 
@@ -56,6 +57,10 @@ pub const ALL: &[(&str, &str)] = &[
         "the sources of fields that instance type, preference and presets set; written by `nacelle admission`, not by hand",
     ),
     ("empty-dir-limits", "sizes of emptyDirs that are disks (docs/user/empty-dir.md); not a setting of the VM"),
+    (
+        "sockets",
+        "paths of mounts whose UNIX sockets connect to the node (docs/user/volumes.md#sockets-of-the-node); not a setting of the VM",
+    ),
 ];
 
 /// The settings outside of the specification.
@@ -106,10 +111,17 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, PodSettings, C
     if let Some(text) = annotations.get("empty-dir-limits").filter(|text| empty_dirs::limits(text).is_none()) {
         causes.invalid(Rule("empty-dir-limits"), field("empty-dir-limits"), text, empty_dirs::RULE);
     }
+    if let Some(text) = annotations.get("sockets").filter(|text| sockets::paths(text).is_none()) {
+        causes.invalid(Rule("sockets"), field("sockets"), text, sockets::RULE);
+    }
     let document = document(annotations, &mut causes);
     let readable = document.is_some();
     let mut tree = document.unwrap_or_default();
     let settings = parse::short_annotations(annotations, &mut tree, &mut causes);
+    if settings.kind == Some(SpecKind::Machine) && annotations.contains_key("sockets") {
+        let message = "is for pods whose containers run in a VM: a machine pod has no containers that mount volumes";
+        causes.forbidden(Rule("sockets-machine"), field("sockets"), message);
+    }
     (readable.then_some(tree), settings, causes)
 }
 

@@ -11,6 +11,7 @@ pub mod report;
 mod resources;
 mod selinux;
 mod shape;
+mod sockets;
 pub mod stats;
 mod users;
 mod volume;
@@ -23,6 +24,7 @@ pub use pod::pod_config;
 pub use resources::{pod_resources_change, resources_change};
 pub use selinux::{container_label, node_has_selinux, pod_label};
 pub use shape::shape;
+pub use sockets::{SOCKETS, socket_mounts};
 pub use volume::check_guest_volumes;
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ pub(crate) async fn create(
     prepared: Prepared,
 ) -> Result<ContainerUser, LifecycleError> {
     let Prepared { request, client, offers, passed, in_sysfs: _ } = prepared;
-    let pushed = !request.copied_in_volumes.is_empty();
+    let opened = !request.copied_in_volumes.is_empty() || !request.socket_volumes.is_empty();
     let mut made = ask("make the container", services.request_timeout(), client.create_container(request)).await;
     // Only now: another machine of the pod may have held its own devices until the creation.
     if let (Ok(_), Some(passed)) = (&made, passed)
@@ -34,8 +34,8 @@ pub(crate) async fn create(
     drop(offers);
     match made {
         Ok(made) => {
-            if pushed {
-                // The pod process has read the copied-in volumes, or keeps them open.
+            if opened {
+                // The copied-in volumes are read, or stay open; the socket volumes stay open.
                 detach_from(&services, &pod, &record, VolumeTarget::CopiedIn).await;
             }
             let groups = made.supplemental_groups.into_iter().take(MAX_GROUPS).collect();

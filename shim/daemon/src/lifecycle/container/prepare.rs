@@ -79,6 +79,7 @@ pub(crate) async fn prepare(
             match plan.delivery {
                 Delivery::Shared => {}
                 Delivery::CopiedIn(copy) => request.copied_in_volumes.push(copy),
+                Delivery::Sockets(plan) => request.socket_volumes.push(plan.volume),
                 Delivery::Memory(volume) => request.empty_dirs.push(volume),
                 Delivery::Disk { volume, device, file } => {
                     request.empty_dirs.push(volume);

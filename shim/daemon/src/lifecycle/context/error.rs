@@ -212,6 +212,18 @@ pub enum LifecycleError {
         /// The path.
         path: String,
     },
+    /// The pod's annotation names the path of a volume that has no sockets of the node.
+    #[error(
+        "config.annotations[\"vm.nacelle.dev/sockets\"] names {container_path:?}, where the container mounts {source_path:?}: {why}"
+    )]
+    NoSocketVolume {
+        /// The path in the container.
+        container_path: String,
+        /// The path on the node, or the image.
+        source_path: String,
+        /// The reason and the advice.
+        why: &'static str,
+    },
     /// A volume that is a disk of the VM, in a container that cannot have one.
     #[error("config.mounts.host_path is {path:?}: what is in this volume lies on a disk for machines: {instead}")]
     OnDisk {
@@ -504,6 +516,7 @@ impl Classify for LifecycleError {
             | LifecycleError::DeviceClosed { .. }
             | LifecycleError::VmHeld { .. }
             | LifecycleError::DeviceEmpty { .. }
+            | LifecycleError::NoSocketVolume { .. }
             | LifecycleError::OnDisk { .. }
             | LifecycleError::NoPart { .. }
             | LifecycleError::Cancelled => FailureKind::Conflict,

@@ -68,7 +68,7 @@ pub(crate) fn pod_spec(
         user_namespace: config.user_namespace,
         shm_bytes: 0,
         volume_cache_seconds: services.config.sandbox.volume_cache_ttl.as_secs(),
-        has_sockets: false,
+        has_sockets: !config.socket_mounts.is_empty(),
         scratch: ScratchSpec { size_mib: handler.scratch_mib, templates: services.config.paths.scratch() },
         disk_limits: handler.disk_limits,
         timeouts: Timeouts { boot_ms: services.config.sandbox.boot_timeout_ms(), ..Timeouts::default() },

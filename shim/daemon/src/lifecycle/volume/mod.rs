@@ -1,4 +1,4 @@
-//! Determines how the volumes of a container reach it: shared, copied in, memory or a disk of the VM. docs/contributor/volumes.md has
+//! Determines how the volumes of a container reach it: shared, copied in, as sockets, memory or a disk of the VM. docs/contributor/volumes.md has
 //! the rules.
 
 mod copied_in;
@@ -9,3 +9,4 @@ mod host_path;
 mod memory;
 pub(crate) mod plan;
 pub(crate) mod shared;
+mod sockets;

@@ -1,6 +1,7 @@
 //! Plans how each volume of a container reaches it. A plan holds everything about one volume from the request to the mount.
 
 use super::host_path::HostPath;
+use super::sockets::{self, SocketPlan};
 use super::{copied_in, disk, memory};
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
@@ -19,6 +20,8 @@ pub(crate) enum Delivery {
     Shared,
     /// The contents are copied into the guest.
     CopiedIn(proto::CopiedInVolume),
+    /// The container sees the sockets only, and connects to them.
+    Sockets(SocketPlan),
     /// The volume is memory of the VM.
     Memory(proto::EmptyDir),
     /// The volume is a disk of the VM.
@@ -58,9 +61,10 @@ impl VolumePlan {
         matches!(self.delivery, Delivery::Shared)
     }
 
-    /// Returns whether the contents are copied into the guest.
-    pub(crate) fn is_copied_in(&self) -> bool {
-        matches!(self.delivery, Delivery::CopiedIn(_))
+    /// Returns whether `nacelle-fs` opens the volume for the pod process: its contents are copied into the guest, or its sockets
+    /// connected.
+    pub(crate) fn is_opened(&self) -> bool {
+        matches!(self.delivery, Delivery::CopiedIn(_) | Delivery::Sockets(_))
     }
 }
 
@@ -70,6 +74,8 @@ struct Rules {
     guest: bool,
     /// The node maps owner ids, which only a share supports: the pod has a user namespace.
     mapped: bool,
+    /// The container paths of socket volumes.
+    sockets: Vec<String>,
     /// The form of emptyDirs on kubelet's disk.
     empty_dirs: disk::EmptyDirForm,
 }
@@ -87,7 +93,9 @@ pub(crate) async fn plan(
         None => disk::EmptyDirForm::Shared("the pod was started by an older version of Nacelle; make it anew"),
         Some(rules) => disk::EmptyDirForm::Disks(rules.clone(), services.pod_dir(&pod.id)),
     };
-    let (rules, id, config) = (Rules { guest, mapped, empty_dirs }, record.id.clone(), record.config.clone());
+    let sockets = pod.config.socket_mounts.clone();
+    sockets::check_image_volumes(&sockets, &record.config.volumes)?;
+    let (rules, id, config) = (Rules { guest, mapped, sockets, empty_dirs }, record.id.clone(), record.config.clone());
     blocking(move || rules.plan(&id, &config.node_volumes)).await
 }
 
@@ -96,25 +104,28 @@ impl Rules {
         // All paths exist before the first disk is created.
         let hosts: Result<Vec<_>, _> = volumes.iter().map(|volume| HostPath::resolve(&volume.host_path)).collect();
         let hosts = hosts.map_err(at("find the volumes of the container on the node"))?;
-        // The pod process numbers the volumes that it shares and those that it copies, each from zero.
-        let (mut shared, mut copied) = (0, 0);
+        // The volumes that are shared and those that are opened for the pod process are numbered, each from zero.
+        let (mut shared, mut opened) = (0, 0);
         let mut plans = Vec::with_capacity(volumes.len());
         for (index, (volume, host)) in volumes.iter().zip(hosts).enumerate() {
-            let delivery = self.delivery(id, index, copied, volume, &host)?;
+            let delivery = self.delivery(id, index, opened, volume, &host)?;
             let guest = match &delivery {
                 Delivery::Shared => format!("{}/{id}/{shared}", share::DIRECTORY),
                 Delivery::CopiedIn(copy) => copied_in::in_guest(copy),
+                Delivery::Sockets(plan) => plan.guest.clone(),
                 Delivery::Memory(volume) | Delivery::Disk { volume, .. } => volume.source.clone(),
             };
             let is_shared = matches!(delivery, Delivery::Shared);
             shared += usize::from(is_shared);
-            copied += usize::from(matches!(delivery, Delivery::CopiedIn(_)));
+            opened += usize::from(matches!(delivery, Delivery::CopiedIn(_) | Delivery::Sockets(_)));
             // A guest's kernel mounts file systems below a shared volume with the flags of that volume, so a mark says where only
             // the volume itself is read-only. In a user namespace the agent cannot set such a flag: everything below a read-only
             // volume is read-only there.
             let markable = is_shared && self.guest && !self.mapped;
+            // The agent alone creates sockets.
+            let readonly = volume.readonly || matches!(delivery, Delivery::Sockets(_));
             plans.push(VolumePlan {
-                request: volume.clone(),
+                request: NodeVolume { readonly, ..volume.clone() },
                 host,
                 delivery,
                 guest: GuestPath::new(guest),
@@ -124,16 +135,19 @@ impl Rules {
         Ok(plans)
     }
 
-    /// Decides on one volume: the `index`th of the container, after `copied` volumes that are copied in.
+    /// Decides on one volume: the `index`th of the container, after `opened` volumes that are opened for the pod process.
     fn delivery(
         &self,
         id: &ContainerId,
         index: usize,
-        copied: usize,
+        opened: usize,
         volume: &NodeVolume,
         host: &HostPath,
     ) -> Result<Delivery, LifecycleError> {
-        let copy = if self.guest { copied_in::plan(id, copied, volume, host) } else { None };
+        if let Some(plan) = sockets::plan(&self.sockets, id, opened, volume, host)? {
+            return Ok(Delivery::Sockets(plan));
+        }
+        let copy = if self.guest { copied_in::plan(id, opened, volume, host) } else { None };
         if let Some(copy) = copy {
             return Ok(Delivery::CopiedIn(copy));
         }
@@ -164,7 +178,7 @@ mod tests {
     }
 
     fn rules(guest: bool) -> Rules {
-        Rules { guest, mapped: false, empty_dirs: disk::EmptyDirForm::Shared("none") }
+        Rules { guest, mapped: false, sockets: Vec::new(), empty_dirs: disk::EmptyDirForm::Shared("none") }
     }
 
     #[test]
@@ -209,6 +223,17 @@ mod tests {
             .collect();
         assert_eq!(copies, [None, Some(format!("{id}/0")), None, Some(format!("{id}/1"))]);
         assert_eq!(plans[2].guest.as_str(), format!("/run/nacelle/volumes/{id}/1"));
+        // The sockets of a volume are opened by the same process as copied volumes.
+        let with_sockets = Rules { sockets: vec!["/sockets".into()], ..rules(true) };
+        let writable = NodeVolume { container_path: "/sockets".into(), readonly: false, ..volume(&a) };
+        let plans = with_sockets.plan(&id, &[volume(&written[0]), writable, volume(&b), volume(&written[1])]).unwrap();
+        let opened: Vec<_> = plans.iter().map(VolumePlan::is_opened).collect();
+        assert_eq!(opened, [true, true, false, true]);
+        let Delivery::Sockets(sockets) = &plans[1].delivery else { panic!("{:?}", plans[1]) };
+        assert_eq!(sockets.volume.server_path, format!("{id}/1"));
+        assert!(plans[1].mount().volume.readonly && !plans[1].mount().writable_below);
+        let Delivery::CopiedIn(copy) = &plans[3].delivery else { panic!("{:?}", plans[3]) };
+        assert_eq!(copy.server_path, format!("{id}/2"));
         // Without a guest everything is shared.
         assert!(rules(false).plan(&id, &volumes).unwrap().iter().all(VolumePlan::is_shared));
     }

@@ -49,7 +49,7 @@ pub(crate) fn shared(volume: &NodeVolume, host: &Path, pod: &PodConfig) -> Volum
     }
 }
 
-/// Hands the volumes of a container that are shared or copied in to the processes that mount or read them.
+/// Hands the volumes of a container that are shared, copied in or have sockets to the processes that mount or open them.
 pub(crate) async fn attach(
     services: &NodeServices,
     pod: &PodRecord,
@@ -57,8 +57,8 @@ pub(crate) async fn attach(
     plans: &[VolumePlan],
 ) -> Result<(), LifecycleError> {
     let shared_volumes = plans.iter().filter(|plan| plan.is_shared()).collect();
-    let copied_in = plans.iter().filter(|plan| plan.is_copied_in()).collect();
-    for (process, plans) in [(mounting_process(pod), shared_volumes), (VolumeTarget::CopiedIn, copied_in)] {
+    let opened = plans.iter().filter(|plan| plan.is_opened()).collect();
+    for (process, plans) in [(mounting_process(pod), shared_volumes), (VolumeTarget::CopiedIn, opened)] {
         let plans: Vec<&VolumePlan> = plans;
         let volumes: Vec<_> =
             plans.into_iter().map(|plan| shared(&plan.request, plan.host.as_path(), &pod.config)).collect();
