@@ -49,7 +49,7 @@ pub enum ActorRequest {
     /// Configure the pod's network.
     Configure(pod::ConfigureRequest, Reply<Bounded<pod::ConfigureResponse>>),
     /// Create a container.
-    CreateContainer(pod::CreateContainerRequest, Reply<Bounded<common::CreateContainerResponse>>),
+    CreateContainer(Box<pod::CreateContainerRequest>, Reply<Bounded<common::CreateContainerResponse>>),
     /// Start the container with this id.
     StartContainer(String, Reply<()>),
     /// Stop a container, with the time between stop signal and SIGKILL.
@@ -248,7 +248,7 @@ impl PodActor {
     fn handle_request(&mut self, request: ActorRequest, replies: &mut DeferredReplies) {
         match request {
             ActorRequest::Configure(request, reply) => self.configure(request, reply),
-            ActorRequest::CreateContainer(request, reply) => self.create_container(request, reply, replies),
+            ActorRequest::CreateContainer(request, reply) => self.create_container(*request, reply, replies),
             ActorRequest::StartContainer(id, reply) => self.start_container(&id, reply, replies),
             ActorRequest::StopContainer(id, grace, reply) => self.stop_container(&id, grace, reply),
             ActorRequest::RemoveContainer(id, reply) => self.remove_container(&id, reply),

@@ -82,7 +82,8 @@ impl Pod for PodService {
         &self,
         request: Request<proto::CreateContainerRequest>,
     ) -> Result<Response<common::CreateContainerResponse>, Status> {
-        self.call_for_guest_value(|reply| ActorRequest::CreateContainer(request.into_inner(), reply)).await
+        let request = Box::new(request.into_inner());
+        self.call_for_guest_value(|reply| ActorRequest::CreateContainer(request, reply)).await
     }
 
     async fn start_container(&self, request: Request<common::ContainerRef>) -> Result<Response<common::Empty>, Status> {
