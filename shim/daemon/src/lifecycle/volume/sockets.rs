@@ -140,7 +140,7 @@ mod tests {
             recursive_read_only: false,
             options: BTreeSet::new(),
         };
-        check_image_volumes(&["/a".into()], &[image.clone()]).unwrap();
+        check_image_volumes(&["/a".into()], std::slice::from_ref(&image)).unwrap();
         assert_eq!(check_image_volumes(&["/b".into()], &[image]).unwrap_err().kind(), FailureKind::Conflict);
     }
 }
