@@ -1,6 +1,6 @@
 //! Accepts the connections of containers to the sockets of a volume, and relays each to the pod process over vsock.
 
-use nacelle_base::sockets::{BUFFER, PORT, SocketHeader, SocketToken};
+use nacelle_base::sockets::{BUFFER, PORT, SocketClient, SocketHeader, SocketToken};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,11 +23,17 @@ pub(super) fn start(
     permits: Arc<Semaphore>,
 ) -> io::Result<AbortHandle> {
     let listener = UnixListener::from_std(listener)?;
-    let header = SocketHeader { token, name }.encode().ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(tokio::spawn(accept(listener, header.into(), permits)).abort_handle())
+    Ok(tokio::spawn(accept(listener, (token, name), permits)).abort_handle())
 }
 
-async fn accept(listener: UnixListener, header: Arc<[u8]>, permits: Arc<Semaphore>) {
+/// Returns the header for a connection to the socket `name` of a volume. The server on the node sees the process that has connected here.
+fn header_for(stream: &UnixStream, token: SocketToken, name: &[u8]) -> io::Result<Vec<u8>> {
+    let peer = stream.peer_cred()?;
+    let client = SocketClient::new(peer.uid(), peer.gid()).ok_or(io::ErrorKind::InvalidInput)?;
+    SocketHeader { token, client, name: name.to_vec() }.encode().ok_or_else(|| io::ErrorKind::InvalidInput.into())
+}
+
+async fn accept(listener: UnixListener, (token, name): (SocketToken, Vec<u8>), permits: Arc<Semaphore>) {
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -41,9 +47,10 @@ async fn accept(listener: UnixListener, header: Arc<[u8]>, permits: Arc<Semaphor
             tracing::debug!("a connection to a socket of the node was closed: the pod has the maximum");
             continue;
         };
-        let header = Arc::clone(&header);
+        let header = header_for(&stream, token, &name);
         tokio::spawn(async move {
             let relayed = async {
+                let header = header?;
                 let connected = tokio::time::timeout(CONNECT_TIMEOUT, VsockStream::connect(host())).await;
                 relay(stream, connected.map_err(|_late| io::ErrorKind::TimedOut)??, &header).await
             };
@@ -69,6 +76,17 @@ async fn relay(mut stream: UnixStream, mut host: impl AsyncRead + AsyncWrite + U
 mod tests {
     use super::*;
     use tokio::io::AsyncReadExt;
+
+    #[test]
+    fn the_header_names_the_process_that_connects() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let _inside = runtime.enter();
+        let (_container, agent) = UnixStream::pair().unwrap();
+        let header = header_for(&agent, SocketToken::new([3; 16]), b"a.sock").unwrap();
+        let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+        let ids = [uid.to_le_bytes(), gid.to_le_bytes()].concat();
+        assert_eq!(header, [[3; 16].as_slice(), &ids, &[6], b"a.sock"].concat());
+    }
 
     #[test]
     fn each_direction_ends_by_itself() {

@@ -43,8 +43,8 @@ fn node_with_sockets() -> (TestNode, String) {
 /// A server of the node: it replies with its name and what it has read, when the client has ended its direction.
 struct Server {
     path: PathBuf,
-    /// The texts that clients have sent, and the processes that have connected.
-    asked: Arc<Mutex<Vec<(String, Pid)>>>,
+    /// The texts that clients have sent, and the processes and users that have connected.
+    asked: Arc<Mutex<Vec<(String, Pid, u32)>>>,
 }
 
 impl Server {
@@ -63,7 +63,8 @@ impl Server {
                 if text == "end" {
                     return;
                 }
-                answers.lock().unwrap().push((text.clone(), peer(&stream)));
+                let (pid, user) = peer(&stream);
+                answers.lock().unwrap().push((text.clone(), pid, user));
                 let _ = (&stream).write_all(format!("{name}:{text}").as_bytes());
             }
         });
@@ -82,10 +83,10 @@ impl Server {
     }
 }
 
-/// Returns the process that has connected.
-fn peer(stream: &UnixStream) -> Pid {
+/// Returns the process that has connected, and its user.
+fn peer(stream: &UnixStream) -> (Pid, u32) {
     let peer = rustix::net::sockopt::socket_peercred(stream).expect("a UNIX socket has them");
-    Pid::from_raw(peer.pid.as_raw_nonzero().get())
+    (Pid::from_raw(peer.pid.as_raw_nonzero().get()), peer.uid.as_raw())
 }
 
 fn pod<'a>(node: &'a TestNode, name: &str, paths: &str, linux: &Value) -> RunningPod<'a> {
@@ -126,10 +127,13 @@ fn containers_connect_to_servers_of_the_node_and_follow_their_restarts() {
         let container = start(&pod, "client", &image, mounts.clone(), &none);
         let ask = |text: &str| container.exec(&format!("/bin/client ask /run/node/server.sock {text}"));
         assert_eq!(ask("hello").ok(), "first:hello");
-        let (text, file_server) = server.asked.lock().unwrap()[0].clone();
+        let (text, file_server, user) = server.asked.lock().unwrap()[0].clone();
         let name = fs::read_to_string(format!("/proc/{file_server}/comm")).expect("the process lives");
-        assert_eq!((text.as_str(), name.trim()), ("hello", "nacelle-fs"));
+        assert_eq!((text.as_str(), name.trim(), user), ("hello", "nacelle-fs", 0));
         assert_eq!(container.exec("/bin/client ask /run/single.sock a").ok(), "single:a");
+        // The server sees the user of the container's process.
+        assert_eq!(container.exec("su app -c '/bin/client ask /run/single.sock b'").ok(), "single:b");
+        assert_eq!(single.asked.lock().unwrap().last().map(|(_, _, user)| *user), Some(1000));
         // Only sockets of the directory itself exist, with their modes.
         assert_eq!(
             container.exec("ls /run/node; stat -c '%F %a %u %g' /run/node/server.sock").ok(),
@@ -190,7 +194,7 @@ fn containers_connect_to_servers_of_the_node_and_follow_their_restarts() {
     assert_eq!(exec("/bin/client ask /run/node/server.sock z").ok(), "third:z");
 
     // Without its file server the pod runs on, and connects nothing.
-    let (_, file_server) = server.asked.lock().unwrap().last().cloned().expect("it was asked");
+    let (_, file_server, _) = server.asked.lock().unwrap().last().cloned().expect("it was asked");
     kill(file_server, Signal::SIGKILL).expect("it lives");
     eventually("the file server has ended", || {
         exec("/bin/client ask /run/node/server.sock a || echo failed")
@@ -205,28 +209,19 @@ fn containers_connect_to_servers_of_the_node_and_follow_their_restarts() {
 }
 
 #[test]
-fn owners_of_sockets_are_mapped_in_a_user_namespace() {
+fn a_pod_with_a_user_namespace_is_refused() {
     if engine() == "host" {
         return;
     }
-    let (node, image) = node_with_sockets();
-    // A file system that supports id-mapped mounts.
-    let directory = tempfile::tempdir_in("/dev/shm").expect("/dev/shm is writable");
-    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).expect("it is ours");
-    let path = directory.path().join("server.sock");
-    let _server = Server::start(&path, "mapped", 0o660);
-    std::os::unix::fs::chown(&path, Some(5), Some(6)).expect("we are root");
+    let (node, _image) = node_with_sockets();
     let mapping = json!([{"container_id": 0, "host_id": FIRST_NODE_ID, "length": 65_536}]);
     let users = json!({"mode": 0, "uids": mapping, "gids": mapping});
-    let linux = json!({"security_context": {"namespace_options": {"userns_options": users}}});
-    let mounts = json!([{
-        "host_path": directory.path(), "container_path": "/run/node", "uidMappings": mapping, "gidMappings": mapping,
-    }]);
-    let pod = pod(&node, "mapped", "/run/node", &linux);
-    let container = start(&pod, "client", &image, mounts, &linux);
-    assert_eq!(container.exec("stat -c '%a %u %g' /run/node/server.sock").ok(), "660 5 6");
-    assert_eq!(container.exec("/bin/client ask /run/node/server.sock a").ok(), "mapped:a");
-    pod.remove();
+    let mut request = PodRequest::new("mapped", node.directory());
+    request.0["annotations"] = json!({ANNOTATION: "/run/node"});
+    request.0["linux"]["security_context"] = json!({"namespace_options": {"userns_options": users}});
+    let file = node.crictl.write_input("pod", &request.0);
+    let refused = node.crictl.try_call(["runp", "--runtime", "sockets", &file]).err();
+    assert!(refused.contains("FailedPrecondition") && refused.contains("hostUsers"), "{refused}");
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
 

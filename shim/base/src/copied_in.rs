@@ -2,6 +2,8 @@
 //! pod process, which sends requests, and the file-server process (`nacelle-fs`), which reads files and connects to sockets.
 //! It performs no I/O.
 
+use crate::sockets::SocketClient;
+
 /// The directory in which the agent keeps copied-in volumes; each is `DIRECTORY/NAME`.
 pub const DIRECTORY: &str = "/run/nacelle/pushed";
 /// The symbolic link to the directory with a volume's present files. Replacing the link changes all of them atomically.
@@ -54,6 +56,8 @@ pub enum CopyInRequest {
     Connect {
         /// The volume's number.
         id: u32,
+        /// The process as which `nacelle-fs` connects.
+        client: SocketClient,
         /// The name of the socket in the volume; empty for a volume that is a socket itself.
         name: Vec<u8>,
     },
@@ -161,7 +165,9 @@ impl CopyInRequest {
             CopyInRequest::Begin { id, full } => encode_message(2, *id, u8::from(*full), &[]),
             CopyInRequest::Next { id } => encode_message(3, *id, 0, &[]),
             CopyInRequest::Close { id } => encode_message(4, *id, 0, &[]),
-            CopyInRequest::Connect { id, name } => encode_message(5, *id, 0, name),
+            CopyInRequest::Connect { id, client, name } => {
+                encode_message(5, *id, 0, &[client.encode().as_slice(), name].concat())
+            }
         }
     }
 
@@ -176,7 +182,10 @@ impl CopyInRequest {
             (2, id, full @ 0..=1, []) => CopyInRequest::Begin { id, full: full == 1 },
             (3, id, 0, []) => CopyInRequest::Next { id },
             (4, id, 0, []) => CopyInRequest::Close { id },
-            (5, id, 0, name) => CopyInRequest::Connect { id, name: name.to_vec() },
+            (5, id, 0, rest) => {
+                let (client, name) = rest.split_first_chunk()?;
+                CopyInRequest::Connect { id, client: SocketClient::decode(*client)?, name: name.to_vec() }
+            }
             _ => return None,
         })
     }
@@ -222,7 +231,7 @@ mod tests {
             CopyInRequest::Open { id: 7, kind: CopyInKind::Live, path: "c/0".into() },
             CopyInRequest::Open { id: u32::MAX, kind: CopyInKind::Once, path: String::new() },
             CopyInRequest::Open { id: 0, kind: CopyInKind::Sockets, path: "c/1".into() },
-            CopyInRequest::Connect { id: 8, name: vec![b'a', 0xff] },
+            CopyInRequest::Connect { id: 8, client: SocketClient::new(5, 6).unwrap(), name: vec![b'a', 0xff] },
             CopyInRequest::Begin { id: 1, full: true },
             CopyInRequest::Next { id: 2 },
             CopyInRequest::Close { id: 3 },

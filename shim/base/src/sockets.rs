@@ -18,8 +18,9 @@ pub const MAX_CONNECTIONS: usize = 128;
 pub const BUFFER: usize = 16 << 10;
 /// The length of a token in bytes.
 pub const TOKEN: usize = 16;
-/// The length of the part of a header that every header has, in bytes: the token, and the length of the name.
-pub const FIXED_HEADER: usize = TOKEN + 1;
+/// The length of the part of a header that every header has, in bytes: the token, the client's user and group, and the length of the
+/// name.
+pub const FIXED_HEADER: usize = TOKEN + SocketClient::LENGTH + 1;
 
 /// Identifies a socket volume. It is random and known to agent and pod process only, because any process of the guest can connect to
 /// [`PORT`]: a container cannot use the volume of another one.
@@ -50,6 +51,46 @@ impl std::fmt::Debug for SocketToken {
     }
 }
 
+/// The user and the group of the process of the guest that connects, outside of its container's user namespace. The server on the
+/// node gets them as SO_PEERCRED.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketClient {
+    uid: u32,
+    gid: u32,
+}
+
+impl SocketClient {
+    /// The length of an encoded client in bytes.
+    pub const LENGTH: usize = 8;
+
+    /// Returns `None` for the id 2^32 - 1, which is that of no user and means "unchanged" in system calls.
+    pub fn new(uid: u32, gid: u32) -> Option<SocketClient> {
+        (uid != u32::MAX && gid != u32::MAX).then_some(SocketClient { uid, gid })
+    }
+
+    /// Returns the user's id.
+    pub fn uid(self) -> u32 {
+        self.uid
+    }
+
+    /// Returns the group's id.
+    pub fn gid(self) -> u32 {
+        self.gid
+    }
+
+    /// Encodes the ids, user first, little-endian.
+    pub fn encode(self) -> [u8; SocketClient::LENGTH] {
+        let ([a, b, c, d], [e, f, g, h]) = (self.uid.to_le_bytes(), self.gid.to_le_bytes());
+        [a, b, c, d, e, f, g, h]
+    }
+
+    /// Decodes the ids; returns `None` if they are invalid.
+    pub fn decode(bytes: [u8; SocketClient::LENGTH]) -> Option<SocketClient> {
+        let [a, b, c, d, e, f, g, h] = bytes;
+        SocketClient::new(u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
+    }
+}
+
 /// Returns whether a directory can have a socket of this name, and the relay accepts it.
 pub fn is_name(name: &[u8]) -> bool {
     (1..=MAX_NAME).contains(&name.len())
@@ -63,6 +104,8 @@ pub fn is_name(name: &[u8]) -> bool {
 pub struct SocketHeader {
     /// The volume.
     pub token: SocketToken,
+    /// The process that connects.
+    pub client: SocketClient,
     /// The name of the socket in the volume; empty for a volume that is a socket itself.
     pub name: Vec<u8>,
 }
@@ -71,19 +114,21 @@ impl SocketHeader {
     /// Encodes the header; returns `None` if the name is too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let length = u8::try_from(self.name.len()).ok().filter(|length| usize::from(*length) <= MAX_NAME)?;
-        Some([self.token.as_bytes(), &[length], &self.name].concat())
+        Some([self.token.as_bytes(), &self.client.encode(), &[length], &self.name].concat())
     }
 
-    /// Reads the fixed part of a header: the token, and the length of the name that follows. Returns `None` if that is too long.
-    pub fn decode_fixed(bytes: &[u8; FIXED_HEADER]) -> Option<(SocketToken, usize)> {
-        let (length, token) = bytes.split_last()?;
-        let length = usize::from(*length);
-        (length <= MAX_NAME).then_some((SocketToken::from_slice(token)?, length))
+    /// Reads the fixed part of a header: the token, the client, and the length of the name that follows. Returns `None` if the client
+    /// is invalid or the name too long.
+    pub fn decode_fixed(bytes: &[u8; FIXED_HEADER]) -> Option<(SocketToken, SocketClient, usize)> {
+        let (token, rest) = bytes.split_at_checked(TOKEN)?;
+        let (client, length) = rest.split_first_chunk()?;
+        let length = usize::from(*length.first()?);
+        (length <= MAX_NAME).then_some((SocketToken::from_slice(token)?, SocketClient::decode(*client)?, length))
     }
 
     /// Joins the parts of a header; returns `None` if the name is invalid.
-    pub fn from_parts(token: SocketToken, name: Vec<u8>) -> Option<SocketHeader> {
-        (name.is_empty() || is_name(&name)).then_some(SocketHeader { token, name })
+    pub fn from_parts(token: SocketToken, client: SocketClient, name: Vec<u8>) -> Option<SocketHeader> {
+        (name.is_empty() || is_name(&name)).then_some(SocketHeader { token, client, name })
     }
 }
 
@@ -94,8 +139,8 @@ mod tests {
 
     fn decode(bytes: &[u8]) -> Option<SocketHeader> {
         let (fixed, rest) = bytes.split_first_chunk()?;
-        let (token, length) = SocketHeader::decode_fixed(fixed)?;
-        SocketHeader::from_parts(token, rest.get(..length)?.to_vec())
+        let (token, client, length) = SocketHeader::decode_fixed(fixed)?;
+        SocketHeader::from_parts(token, client, rest.get(..length)?.to_vec())
     }
 
     #[test]
@@ -109,6 +154,14 @@ mod tests {
     }
 
     #[test]
+    fn the_id_that_changes_nothing_is_no_client() {
+        assert_eq!((SocketClient::new(u32::MAX, 1), SocketClient::new(1, u32::MAX)), (None, None));
+        assert_eq!(SocketClient::decode([0xff, 0xff, 0xff, 0xff, 1, 0, 0, 0]), None);
+        let client = SocketClient::new(0x0102_0304, 7).unwrap();
+        assert_eq!(SocketClient::decode(client.encode()), Some(client));
+    }
+
+    #[test]
     fn a_token_is_not_printed() {
         assert_eq!(format!("{:?}", SocketToken::new([b'k'; TOKEN])), "SocketToken");
         assert_eq!(SocketToken::from_slice(&[0; TOKEN + 1]), None);
@@ -116,7 +169,8 @@ mod tests {
 
     #[test]
     fn a_name_that_is_too_long_is_not_encoded() {
-        let header = |length| SocketHeader { token: SocketToken::new([1; TOKEN]), name: vec![b'n'; length] };
+        let client = SocketClient::new(1, 2).unwrap();
+        let header = |length| SocketHeader { token: SocketToken::new([1; TOKEN]), client, name: vec![b'n'; length] };
         assert!(header(MAX_NAME).encode().is_some());
         assert!(header(MAX_NAME + 1).encode().is_none() && header(300).encode().is_none());
     }
@@ -125,9 +179,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(512))]
         #[test]
         fn decoded_bytes_are_the_canonical_encoding(
-            token in any::<[u8; TOKEN]>(), length in 0..=130u8, rest in prop::collection::vec(any::<u8>(), 0..140),
+            token in any::<[u8; TOKEN]>(), ids in any::<[u8; 8]>(), length in 0..=130u8, rest in prop::collection::vec(any::<u8>(), 0..140),
         ) {
-            let bytes = [token.as_slice(), &[length], &rest].concat();
+            let bytes = [token.as_slice(), &ids, &[length], &rest].concat();
             match decode(&bytes) {
                 Some(header) => {
                     prop_assert!(header.name.is_empty() || is_name(&header.name));
@@ -135,7 +189,8 @@ mod tests {
                 }
                 None => {
                     let name = rest.get(..usize::from(length));
-                    prop_assert!(name.is_none_or(|name| !name.is_empty() && !is_name(name)));
+                    let is_client = SocketClient::decode(ids).is_some();
+                    prop_assert!(!is_client || name.is_none_or(|name| !name.is_empty() && !is_name(name)));
                 }
             }
         }

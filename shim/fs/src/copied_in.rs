@@ -9,6 +9,7 @@ use nacelle_base::Chain;
 use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRequest, DATA, MAX_COPY_IN_MESSAGE};
 use nacelle_base::descriptors::receive_with_descriptors;
 use nacelle_base::retry::retry_transient;
+use nacelle_base::sockets::SocketClient;
 use nacelle_proto::agent::{Tree, TreeEntry};
 use nix::unistd::{chdir, fchdir};
 use prost::Message;
@@ -26,6 +27,8 @@ use std::time::{Duration, Instant};
 const MAX_VOLUMES: usize = 4096;
 /// The delay from the first event of a change to its report, because a change consists of several steps.
 const SETTLE_DELAY: Duration = Duration::from_millis(20);
+/// The number of inotify events after which no more are read at once; the others are read with the next call.
+const MAX_EVENTS: usize = 1024;
 /// The buffer size for inotify events in bytes: some dozens of events.
 const EVENT_BUFFER: usize = 4096;
 
@@ -88,11 +91,14 @@ impl CopiedInServer {
         Ok(())
     }
 
-    /// Reads the inotify events.
+    /// Reads inotify events, some [`MAX_EVENTS`] at most: writers of a directory must not keep the requests of the guest waiting.
     pub fn read_events(&mut self) -> io::Result<()> {
         let mut buffer = [MaybeUninit::uninit(); EVENT_BUFFER];
         let mut events = Reader::new(&self.inotify, &mut buffer);
-        loop {
+        let mut count = 0;
+        // Events that have been read must not be lost.
+        while count < MAX_EVENTS || !events.is_buffer_empty() {
+            count += 1;
             let event = match events.next() {
                 Ok(event) => event,
                 Err(Errno::AGAIN) => return Ok(()),
@@ -107,13 +113,15 @@ impl CopiedInServer {
                 let is_relevant = match volume.kind {
                     CopyInKind::Once => false,
                     CopyInKind::Live => overflowed || name.is_some_and(is_data),
-                    CopyInKind::Sockets => overflowed || name.is_some(),
+                    // Without a name: the directory itself has another mode or owner.
+                    CopyInKind::Sockets => true,
                 };
                 if (overflowed || volume.watch == Some(event.wd())) && is_relevant && !volume.reported {
                     volume.report_at.get_or_insert_with(|| Instant::now() + SETTLE_DELAY);
                 }
             }
         }
+        Ok(())
     }
 
     /// Reads one request and replies.
@@ -148,7 +156,7 @@ impl CopiedInServer {
                 self.close(id);
                 CopyInMessage::Done { id }
             }
-            CopyInRequest::Connect { id, name } => match self.connect(id, &name, descriptors) {
+            CopyInRequest::Connect { id, client, name } => match self.connect(id, client, &name, descriptors) {
                 Ok(()) => CopyInMessage::Done { id },
                 Err(error) => {
                     let reason = match error.kind() {
@@ -161,11 +169,11 @@ impl CopiedInServer {
         }
     }
 
-    fn connect(&self, id: u32, name: &[u8], mut descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn connect(&self, id: u32, client: SocketClient, name: &[u8], mut descriptors: Vec<OwnedFd>) -> io::Result<()> {
         let volume = self.volumes.get(&id).filter(|volume| volume.kind == CopyInKind::Sockets);
         let volume = volume.ok_or(io::ErrorKind::NotFound)?;
         let socket = descriptors.pop().filter(|_| descriptors.is_empty()).ok_or(io::ErrorKind::InvalidInput)?;
-        connect_to(volume.root.as_fd(), name, &socket, self.own_fds.as_fd())
+        connect_to(volume.root.as_fd(), name, client, &socket, self.own_fds.as_fd())
     }
 
     fn open(&mut self, id: u32, kind: CopyInKind, path: &str) -> Result<(), (CopyInFailure, String)> {

@@ -6,7 +6,7 @@ use crate::volume_reader::VolumeReadError;
 use nacelle_base::copied_in::MAX_ENTRIES;
 use nacelle_base::guest_warn;
 use nacelle_base::retry::{retry_interrupted, retry_transient};
-use nacelle_base::sockets::{MAX_SOCKETS, is_name};
+use nacelle_base::sockets::{MAX_SOCKETS, SocketClient, is_name};
 use nacelle_proto::agent::TreeEntry;
 use nix::unistd::{chdir, fchdir};
 use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat, openat2};
@@ -16,6 +16,8 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use virtiofsd::passthrough::credentials::UnixCredentials;
+use virtiofsd::soft_idmap::{HostGid, HostUid};
 
 /// How sockets are opened: a descriptor of this kind gives no access to the server.
 const PATH_ONLY: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
@@ -76,25 +78,32 @@ pub(crate) fn list_sockets(root: BorrowedFd) -> Result<Vec<TreeEntry>, VolumeRea
         }
     }
     names.sort_unstable();
-    let mut left_out = 0;
     for name in names {
-        let opened = open_socket(root, &name).map_err(read_error("open", &String::from_utf8_lossy(&name)))?;
-        let Some((_, stat)) = opened else { continue };
-        if entries.len() <= MAX_SOCKETS {
-            entries.push(entry(&name, &stat));
-        } else {
-            left_out += 1;
+        if entries.len() > MAX_SOCKETS {
+            guest_warn!("a socket volume has more than {MAX_SOCKETS} sockets; the guest has the first ones by name");
+            break;
         }
-    }
-    if left_out > 0 {
-        guest_warn!("a socket volume has more than {MAX_SOCKETS} sockets; the guest does not see the last {left_out}");
+        match open_socket(root, &name) {
+            Ok(Some((_, stat))) => entries.push(entry(&name, &stat)),
+            Ok(None) => {}
+            Err(error) => {
+                guest_warn!("cannot open the socket {:?} of a volume: {error}", String::from_utf8_lossy(&name));
+            }
+        }
     }
     Ok(entries)
 }
 
 /// Connects `socket` to the socket `name` of a volume; with an empty name the volume is a socket itself. `own_fds` is this process's
-/// `/proc/self/fd`. Fails with `WouldBlock` if the server's queue is full.
-pub(crate) fn connect_to(root: BorrowedFd, name: &[u8], socket: &OwnedFd, own_fds: BorrowedFd) -> io::Result<()> {
+/// `/proc/self/fd`. The server sees the user and the group of `client`, whose permissions the guest's kernel has checked. Fails with
+/// `WouldBlock` if the server's queue is full.
+pub(crate) fn connect_to(
+    root: BorrowedFd,
+    name: &[u8],
+    client: SocketClient,
+    socket: &OwnedFd,
+    own_fds: BorrowedFd,
+) -> io::Result<()> {
     let opened;
     let target = if name.is_empty() {
         if !is_socket(&fstat(root)?) {
@@ -114,9 +123,15 @@ pub(crate) fn connect_to(root: BorrowedFd, name: &[u8], socket: &OwnedFd, own_fd
     // is, and no other process can replace it.
     let address = SocketAddrUnix::new(target.as_raw_fd().to_string())?;
     fchdir(own_fds)?;
-    let connected = retry_interrupted(|| connect(socket, &address));
+    let credentials = UnixCredentials::new(HostUid::from(client.uid()), HostGid::from(client.gid()));
+    // With the capability for files of others: the supplementary groups of the client are not known here.
+    let connected = credentials.supplementary_gid(false, Vec::new()).set().and_then(|guard| {
+        let connected = retry_interrupted(|| connect(socket, &address));
+        drop(guard);
+        Ok(connected?)
+    });
     chdir("/")?;
-    Ok(connected?)
+    connected
 }
 
 #[cfg(test)]

@@ -24,12 +24,16 @@ fn names(root: &OwnedFd) -> Vec<String> {
 }
 
 fn try_connect(root: &OwnedFd, name: &[u8]) -> io::Result<UnixStream> {
+    connect_as(root, name, SocketClient::new(0, 0).unwrap())
+}
+
+fn connect_as(root: &OwnedFd, name: &[u8], client: SocketClient) -> io::Result<UnixStream> {
     let own_fds = open_path(Path::new("/proc/self/fd"));
     // Blocking, as a hostile pod process may send it.
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
     {
         let _guard = WORKING_DIRECTORY.lock().unwrap_or_else(PoisonError::into_inner);
-        connect_to(root.as_fd(), name, &socket, own_fds.as_fd())?;
+        connect_to(root.as_fd(), name, client, &socket, own_fds.as_fd())?;
     }
     let stream = UnixStream::from(socket);
     stream.set_nonblocking(false)?;
@@ -116,4 +120,22 @@ fn a_full_queue_is_refused_at_once() {
         assert!(connected.len() < 10, "the queue has a limit");
     };
     assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+}
+
+#[test]
+fn a_server_sees_the_user_that_connects() {
+    if !nix::unistd::geteuid().is_root() {
+        println!("skipped: only root can act as another user");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(dir.path().join("a.sock")).unwrap();
+    let root = open_path(dir.path());
+    for (uid, gid) in [(0, 0), (1234, 77), (1234, 0), (0, 77)] {
+        let _client = connect_as(&root, b"a.sock", SocketClient::new(uid, gid).unwrap()).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let seen = nix::sys::socket::getsockopt(&server, nix::sys::socket::sockopt::PeerCredentials).unwrap();
+        assert_eq!((seen.uid(), seen.gid()), (uid, gid));
+        assert_eq!((nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw()), (0, 0));
+    }
 }

@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "a program of tests")]
 
 use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRequest};
+use nacelle_base::sockets::SocketClient;
 use nacelle_base::test_program::run_tests;
 use nacelle_fs::{
     Owners, Propagation, ShareError, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes,
@@ -306,7 +307,7 @@ fn sockets_of_a_volume_are_followed_and_connected() {
         let reply = guest.connect_socket(id, name, &UnixStreamSocket::new().0);
         assert!(matches!(reply, CopyInMessage::Failed { .. }), "{id} {name}: {reply:?}");
     }
-    let without_socket = CopyInRequest::Connect { id: 2, name: Vec::new() };
+    let without_socket = CopyInRequest::Connect { id: 2, client: SocketClient::new(0, 0).unwrap(), name: Vec::new() };
     let reply = guest.send_copy_in_request(without_socket);
     assert!(matches!(reply, CopyInMessage::Failed { .. }), "{reply:?}");
     umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();

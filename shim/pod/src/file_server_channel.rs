@@ -173,6 +173,7 @@ async fn read_reply(stream: &mut OwnedReadHalf) -> io::Result<CopyInMessage> {
 mod tests {
     use super::*;
     use nacelle_base::descriptors::receive_with_descriptors;
+    use nacelle_base::sockets::SocketClient;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
@@ -232,7 +233,8 @@ mod tests {
     async fn a_descriptor_comes_with_its_request() {
         let (channel, server) = channel(LONG);
         let (near, far) = UnixStream::pair().unwrap();
-        let request = || CopyInRequest::Connect { id: 1, name: b"name".to_vec() };
+        let request =
+            || CopyInRequest::Connect { id: 1, client: SocketClient::new(1, 2).unwrap(), name: b"name".to_vec() };
         let serving = std::thread::spawn(move || {
             let mut server = server;
             let mut length = [0; 4];

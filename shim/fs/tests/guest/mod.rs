@@ -7,6 +7,7 @@ mod front;
 pub use front::{FrontEnd, Queue, eventually};
 use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
 use nacelle_base::descriptors::send_with_descriptor;
+use nacelle_base::sockets::SocketClient;
 use nacelle_fs::{
     FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
     unmount_volumes,
@@ -174,7 +175,8 @@ impl Guest {
 
     /// Sends a request to connect this socket to one of a socket volume.
     pub fn connect_socket(&mut self, id: u32, name: &str, socket: &impl AsFd) -> CopyInMessage {
-        let bytes = CopyInRequest::Connect { id, name: name.into() }.encode();
+        let bytes =
+            CopyInRequest::Connect { id, client: SocketClient::new(1234, 77).unwrap(), name: name.into() }.encode();
         let length = u32::try_from(bytes.len()).unwrap();
         let message = [length.to_le_bytes().as_slice(), &bytes].concat();
         assert_eq!(send_with_descriptor(&self.copied_in, &message, socket).unwrap(), message.len());

@@ -24,7 +24,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 /// The pause after the sockets were listed, so that a directory in which other files change all the time is not always read.
 const LIST_PAUSE: Duration = Duration::from_millis(100);
@@ -40,6 +40,8 @@ struct AttachedVolume {
     id: u32,
     /// Closes the channel to the task that follows the volume.
     _closing: oneshot::Sender<()>,
+    /// Closes the channels to the connections of the volume.
+    connections: watch::Sender<()>,
 }
 
 /// The socket volumes of the pod.
@@ -89,13 +91,18 @@ impl SocketVolumes {
             return Err(error.into());
         }
         let (closing, closed) = oneshot::channel();
-        let attached = AttachedVolume { token: follower.token, id: follower.opened.id, _closing: closing };
+        let attached = AttachedVolume {
+            token: follower.token,
+            id: follower.opened.id,
+            _closing: closing,
+            connections: watch::Sender::new(()),
+        };
         tokio::spawn(follower.follow(closed));
         self.lock().insert(volume.name.clone(), attached);
         Ok(())
     }
 
-    /// Removes the sockets of a container's volumes from the guest, after the container is gone.
+    /// Removes the sockets of a container's volumes from the guest and ends their connections, after the container is gone.
     pub fn detach(&self, volumes: &[pod::SocketVolume]) {
         let mut attached = self.lock();
         for volume in volumes {
@@ -103,18 +110,23 @@ impl SocketVolumes {
         }
     }
 
-    /// Connects to the socket that a header names. The socket is non-blocking.
-    async fn connect(&self, header: SocketHeader) -> io::Result<OwnedFd> {
+    /// Connects to the socket that a header names. Returns the socket, which is non-blocking, and a channel that closes when its volume
+    /// is detached.
+    async fn connect(&self, header: SocketHeader) -> io::Result<(OwnedFd, watch::Receiver<()>)> {
         use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
-        let id = self.lock().values().find(|volume| volume.token == header.token).map(|volume| volume.id);
-        let (id, channel) = id.zip(self.channel.as_ref()).ok_or(io::ErrorKind::NotFound)?;
+        let found = self
+            .lock()
+            .values()
+            .find(|volume| volume.token == header.token)
+            .map(|volume| (volume.id, volume.connections.subscribe()));
+        let ((id, detached), channel) = found.zip(self.channel.as_ref()).ok_or(io::ErrorKind::NotFound)?;
         // Created here, because the file-server process cannot. It can be connected to paths only: the abstract sockets that it could name
         // are those of the pod's own network namespace.
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-        let request = CopyInRequest::Connect { id, name: header.name };
+        let request = CopyInRequest::Connect { id, client: header.client, name: header.name };
         match channel.call_with_descriptor(request, Some(socket.try_clone()?)).await {
-            Some(CopyInMessage::Done { .. }) => Ok(socket),
+            Some(CopyInMessage::Done { .. }) => Ok((socket, detached)),
             Some(CopyInMessage::Failed { text, .. }) => Err(io::Error::other(printable(&text, MAX_TEXT))),
             _ => Err(io::ErrorKind::BrokenPipe.into()),
         }

@@ -60,22 +60,27 @@ pub(super) async fn accept(mut listener: Box<dyn LinkListener>, volumes: SocketV
     }
 }
 
-/// Reads the header, connects to the socket of the node, and copies bytes in both directions until both have ended or one fails.
+/// Reads the header, connects to the socket of the node, and copies bytes in both directions until both have ended, one fails, or the
+/// volume is detached.
 async fn relay(stream: UnixStream, volumes: SocketVolumes) -> io::Result<()> {
     let mut guest = tokio_stream_of(stream).map_err(io::Error::other)?;
     let header = tokio::time::timeout(HEADER_LIMIT, read_header(&mut guest)).await;
     let header = header.map_err(|_elapsed| io::ErrorKind::TimedOut)??;
-    let node = UnixStream::from(volumes.connect(header).await?);
-    let mut node = tokio::net::UnixStream::from_std(node)?;
-    tokio::io::copy_bidirectional_with_sizes(&mut guest, &mut node, BUFFER, BUFFER).await.map(drop)
+    let (node, mut detached) = volumes.connect(header).await?;
+    let mut node = tokio::net::UnixStream::from_std(UnixStream::from(node))?;
+    tokio::select! {
+        copied = tokio::io::copy_bidirectional_with_sizes(&mut guest, &mut node, BUFFER, BUFFER) => copied.map(drop),
+        // Never sent to: the volume is gone, and a server that waits for its client would keep the connection.
+        _ = detached.changed() => Ok(()),
+    }
 }
 
 /// Reads the header of a connection. Fails with `InvalidData` if it is invalid.
 pub async fn read_header(guest: &mut (impl AsyncRead + Unpin)) -> io::Result<SocketHeader> {
     let mut fixed = [0; FIXED_HEADER];
     guest.read_exact(&mut fixed).await?;
-    let (token, length) = SocketHeader::decode_fixed(&fixed).ok_or(io::ErrorKind::InvalidData)?;
+    let (token, client, length) = SocketHeader::decode_fixed(&fixed).ok_or(io::ErrorKind::InvalidData)?;
     let mut name = vec![0; length];
     guest.read_exact(&mut name).await?;
-    SocketHeader::from_parts(token, name).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    SocketHeader::from_parts(token, client, name).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }

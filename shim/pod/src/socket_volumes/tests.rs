@@ -2,7 +2,7 @@
 
 use super::*;
 use nacelle_base::descriptors::receive_with_descriptors;
-use nacelle_base::sockets::MAX_CONNECTIONS;
+use nacelle_base::sockets::{MAX_CONNECTIONS, SocketClient};
 use nacelle_engine::{LinkError, LinkListener};
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -34,7 +34,10 @@ fn serve_files(mut stream: UnixStream, directory: PathBuf) {
         stream.read_exact(&mut length[received..]).unwrap();
         let mut message = vec![0; u32::from_le_bytes(length) as usize];
         stream.read_exact(&mut message).unwrap();
-        let Some(CopyInRequest::Connect { id, name }) = CopyInRequest::decode(&message) else { panic!("{message:?}") };
+        let Some(CopyInRequest::Connect { id, client, name }) = CopyInRequest::decode(&message) else {
+            panic!("{message:?}")
+        };
+        assert_eq!((client.uid(), client.gid()), (1000, 77));
         let path = directory.join(String::from_utf8(name).unwrap());
         let address = nix::sys::socket::UnixAddr::new(&path).unwrap();
         let reply = match nix::sys::socket::connect(descriptors[0].as_raw_fd(), &address) {
@@ -54,6 +57,7 @@ fn serve_files(mut stream: UnixStream, directory: PathBuf) {
 struct Relay {
     guest: mpsc::Sender<UnixStream>,
     server: UnixListener,
+    volumes: SocketVolumes,
     _directory: tempfile::TempDir,
 }
 
@@ -67,11 +71,16 @@ impl Relay {
         let channel = FileServerChannel::new(ours, Duration::from_secs(60)).unwrap();
         let id = channel.allocate().id;
         let volumes = SocketVolumes::new(Some(channel));
-        let attached = AttachedVolume { token: SocketToken::new(GOOD), id, _closing: oneshot::channel().0 };
+        let attached = AttachedVolume {
+            token: SocketToken::new(GOOD),
+            id,
+            _closing: oneshot::channel().0,
+            connections: watch::Sender::new(()),
+        };
         volumes.lock().insert("c.0".into(), attached);
         let (guest, accepted) = mpsc::channel();
-        tokio::spawn(relay::accept(Box::new(TestListener(accepted)), volumes));
-        Relay { guest, server, _directory: directory }
+        tokio::spawn(relay::accept(Box::new(TestListener(accepted)), volumes.clone()));
+        Relay { guest, server, volumes, _directory: directory }
     }
 
     /// Opens a connection of the guest that begins with these bytes.
@@ -85,7 +94,8 @@ impl Relay {
 }
 
 fn header(token: [u8; TOKEN], name: &str) -> Vec<u8> {
-    SocketHeader { token: SocketToken::new(token), name: name.into() }.encode().unwrap()
+    let client = SocketClient::new(1000, 77).unwrap();
+    SocketHeader { token: SocketToken::new(token), client, name: name.into() }.encode().unwrap()
 }
 
 fn is_closed(mut stream: &UnixStream) -> bool {
@@ -155,6 +165,20 @@ async fn a_pod_has_a_limited_number_of_connections() {
             matches!(read, Err(error) if error.kind() == io::ErrorKind::WouldBlock).then_some(stream)
         });
         assert!(again.is_some());
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_end_with_their_volume() {
+    let relay = Relay::start();
+    tokio::task::spawn_blocking(move || {
+        let guest = relay.connect(&header(GOOD, "server.sock"));
+        let (mut server, _) = relay.server.accept().unwrap();
+        relay.volumes.detach(&[pod::SocketVolume { name: "c.0".into(), ..Default::default() }]);
+        assert!(is_closed(&guest));
+        assert_eq!(server.read(&mut [0]).unwrap(), 0);
     })
     .await
     .unwrap();

@@ -9,13 +9,17 @@ pub const SOCKETS: &str = "vm.nacelle.dev/sockets";
 /// The annotation's field in errors.
 const FIELD: &str = "config.annotations[\"vm.nacelle.dev/sockets\"]";
 
-/// Returns the container paths of the pod's socket volumes. Rejects the annotation in a pod without a VM;
-/// admission has rejected it in a machine pod.
+/// Returns the container paths of the pod's socket volumes. Rejects the annotation in a pod without a VM or with a user namespace: a
+/// guest that was taken over could claim to be root of the node. Admission has rejected it in a machine pod.
 pub fn socket_mounts(pod: &PodConfig) -> Result<Vec<String>, FieldError> {
     let Some(text) = pod.annotations.get(SOCKETS) else { return Ok(Vec::new()) };
     if !pod.kind.has_guest() {
         let why =
             "the pod has no VM, so its containers connect to sockets of the node without it; remove the annotation";
+        return Err(FieldError::NotHere { field: FIELD, value: cut(text), why });
+    }
+    if pod.user_namespace.is_some() {
+        let why = "the node does not check which users of the pod's user namespace connect; leave out the annotation or hostUsers: false";
         return Err(FieldError::NotHere { field: FIELD, value: cut(text), why });
     }
     annotation::paths(text).map_or_else(|| bad(FIELD, text, annotation::RULE), Ok)
@@ -44,6 +48,14 @@ mod tests {
         let error = socket_mounts(&pod(Some("/run/../etc"))).unwrap_err();
         assert_eq!(error.kind(), FailureKind::Invalid);
         assert!(error.to_string().contains(SOCKETS), "{error}");
+    }
+
+    #[test]
+    fn a_pod_with_a_user_namespace_is_refused_by_name() {
+        let range = nacelle_model::namespace::IdRange { first: 65_536, count: 65_536 };
+        let user_namespace = Some(nacelle_model::namespace::UserNamespace { users: range, groups: range });
+        let error = socket_mounts(&PodConfig { user_namespace, ..pod(Some("/run/spire")) }).unwrap_err();
+        assert!(error.kind() == FailureKind::Conflict && error.to_string().contains("hostUsers"), "{error}");
     }
 
     #[test]
