@@ -235,6 +235,11 @@ need_nacelle() {
     export NACELLE_BIN
 }
 
+# Whether KVM runs guests on the processor here. A node that emulates one has such a KVM.
+has_kvm() {
+    "$NACELLE_BIN" check --config <(printf '[handlers.nacelle]\nengine = "kvm"\n') 2>&1 | grep -q '^ok  *kvm'
+}
+
 # Sets NACELLE_KERNEL and NACELLE_INITRD: what the environment names, or from the cache, or built.
 need_guest() {
     if [ -z "${NACELLE_KERNEL:-}" ]; then
