@@ -2,10 +2,10 @@
 //! exec.
 //!
 //! The child of the zygote stays in the agent's namespaces and waits with a deadline. The *step* enters the container with the agent's
-//! rights, still in the agent's PID namespace, where no process of the container can see it unless it uses the node's; it resolves paths in the container, gives up
-//! all rights and forks the *program's process*. That is the only one in the container's PID namespace, and from its first instant it has
-//! the container's root, user and capabilities and nothing of the agent's (but see [`Loader::Program`]). The container can stop or kill
-//! it; then the exec fails.
+//! rights, still in the agent's PID namespace, where no process of the container can see it unless the container uses the node's. It
+//! resolves paths in the container, gives up all rights and forks the *program's process*. That is the only one in the container's PID
+//! namespace, and from its first instant it has the container's root, user and capabilities and nothing of the agent's (but see
+//! [`Loader::Program`]). The container can stop or kill it; then the exec fails.
 //!
 //! The step enters the container's cgroup last: with a CPU limit of a few millicores its work would take seconds there, most of all the
 //! seccomp filter. The cgroup's device rules do not hold for it until then, so it opens no path of the container but with O_PATH, and
@@ -29,6 +29,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::exec_message::{ExecMessage, ExecStage, FailedTask};
 use super::executor::{exec_error_kind, find_program, to_c_strings};
 use super::message::{ExecCommand, Refusal, RefusalKind};
 use super::process::CreatedProcess;
@@ -43,118 +44,14 @@ const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// The message after which the program's process continues.
 const CONTINUE: [u8; 1] = *b"!";
 
-/// The tasks of the step and the program's process, in order. Messages contain their numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ExecStage {
-    Profile,
-    Namespaces,
-    Terminal,
-    Stdio,
-    Limits,
-    Directory,
-    User,
-    NoNewPrivileges,
-    Filter,
-    Capabilities,
-    Cgroup,
-    Fork,
-    Session,
-    Find,
-    Run,
-}
-
-impl ExecStage {
-    const ALL: [ExecStage; 15] = [
-        ExecStage::Profile,
-        ExecStage::Namespaces,
-        ExecStage::Terminal,
-        ExecStage::Stdio,
-        ExecStage::Limits,
-        ExecStage::Directory,
-        ExecStage::User,
-        ExecStage::NoNewPrivileges,
-        ExecStage::Filter,
-        ExecStage::Capabilities,
-        ExecStage::Cgroup,
-        ExecStage::Fork,
-        ExecStage::Session,
-        ExecStage::Find,
-        ExecStage::Run,
-    ];
-
-    fn description(self) -> &'static str {
-        match self {
-            ExecStage::Profile => "set the AppArmor profile",
-            ExecStage::Cgroup => "enter the container's cgroup to run",
-            ExecStage::Namespaces => "enter the container's namespaces to run",
-            ExecStage::Terminal => "open a terminal for",
-            ExecStage::Stdio => "connect the streams of",
-            ExecStage::Limits => "set the resource limits of",
-            ExecStage::Directory => "enter the working directory",
-            ExecStage::User => "set the groups and the user of",
-            ExecStage::NoNewPrivileges => "set no_new_privs for",
-            ExecStage::Filter => "load the seccomp filter of",
-            ExecStage::Capabilities => "set the capabilities of",
-            ExecStage::Fork => "fork the process of",
-            ExecStage::Session => "create a session for",
-            ExecStage::Find => "find the program",
-            ExecStage::Run => "run the program",
-        }
-    }
-}
-
-/// The task that failed, and its error.
-type FailedTask = (ExecStage, Errno);
-
-/// A message of four bytes, so that one write is one message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Message {
-    /// The master of the terminal is attached.
-    Terminal,
-    /// The program's process has this PID in the agent's PID namespace.
-    Process(i32),
-    /// The program's process has its session and its terminal.
-    Session,
-    /// A task failed.
-    Failed(ExecStage, Errno),
-}
-
-impl Message {
-    fn bytes(self) -> [u8; 4] {
-        let (kind, number) = match self {
-            Message::Terminal => (0, 0),
-            // The kernel's largest PID has 22 bits.
-            Message::Process(pid) => (1, pid),
-            Message::Session => (2, 0),
-            Message::Failed(task, error) => (3 + task as u8, error as i32),
-        };
-        let [a, b, c, _] = number.to_le_bytes();
-        [kind, a, b, c]
-    }
-
-    fn parse(bytes: &[u8]) -> Option<Message> {
-        let [kind, a, b, c]: [u8; 4] = bytes.try_into().ok()?;
-        let number = i32::from_le_bytes([a, b, c, 0]);
-        match kind {
-            0 => Some(Message::Terminal),
-            1 => Some(Message::Process(number)),
-            2 => Some(Message::Session),
-            kind => {
-                let task = ExecStage::ALL.get(usize::from(kind.checked_sub(3)?)).copied()?;
-                Some(Message::Failed(task, Errno::from_raw(number)))
-            }
-        }
-    }
-}
-
 /// The process that loads the container's seccomp filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loader {
     /// The step, outside of the container's CPU limit. The program's process never has CAP_SYS_ADMIN, which loading takes without
     /// no_new_privs.
     Step,
-    /// The program's process: the filter forbids the step to write or to fork, or its child to wait or to make a session. Without no_new_privs it
-    /// keeps CAP_SYS_ADMIN until the filter is loaded, and never where a container could trace it meanwhile.
+    /// The program's process: the filter forbids the step to write or to fork, or its child to wait or to make a session. Without
+    /// no_new_privs it keeps CAP_SYS_ADMIN until the filter is loaded, and never where a container could trace it meanwhile.
     Program,
 }
 
@@ -204,7 +101,7 @@ fn attempt_exec(
         Some(pid) => pid,
         None => {
             let Err((task, error)) = run_step(request, pidfd, stdio, (&of_step, of_program), loader);
-            send_message(&of_step, Message::Failed(task, error));
+            send_message(&of_step, ExecMessage::Failed(task, error));
             std::process::exit(1);
         }
     };
@@ -264,17 +161,17 @@ fn await_program(
     };
     while let Some((message, fds)) = next_message(from_step, deadline).map_err(connection_lost)? {
         match message {
-            Message::Terminal => terminal = fds.into_iter().next(),
-            Message::Process(number) => {
+            ExecMessage::Terminal => terminal = fds.into_iter().next(),
+            ExecMessage::Process(number) => {
                 *child = sys::pidfd_open(number).ok();
                 pid = Some(number);
             }
             // EAGAIN and ENOMEM do not come from a filter: a limit on processes or memory is reached.
-            Message::Failed(ExecStage::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
+            ExecMessage::Failed(ExecStage::Fork, error) if !matches!(error, Errno::EAGAIN | Errno::ENOMEM) => {
                 return Err(AttemptError::Filtered(refusal_for(request, ExecStage::Fork, error)));
             }
-            Message::Failed(task, error) => return Err(AttemptError::Other(refusal_for(request, task, error))),
-            Message::Session => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
+            ExecMessage::Failed(task, error) => return Err(AttemptError::Other(refusal_for(request, task, error))),
+            ExecMessage::Session => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
         }
     }
     // The step has ended without a message: the filter killed it, or the container ended.
@@ -296,11 +193,13 @@ fn await_program(
         first => first.map_err(connection_lost)?,
     };
     match first {
-        Some((Message::Session, _)) => {}
-        Some((Message::Failed(ExecStage::Session, error), _)) => {
+        Some((ExecMessage::Session, _)) => {}
+        Some((ExecMessage::Failed(ExecStage::Session, error), _)) => {
             return Err(AttemptError::Filtered(refusal_for(request, ExecStage::Session, error)));
         }
-        Some((Message::Failed(task, error), _)) => return Err(AttemptError::Other(refusal_for(request, task, error))),
+        Some((ExecMessage::Failed(task, error), _)) => {
+            return Err(AttemptError::Other(refusal_for(request, task, error)));
+        }
         Some(_) => return Err(connection_lost(io::ErrorKind::InvalidData.into())),
         None => {
             let killed = Refusal::internal(
@@ -312,24 +211,24 @@ fn await_program(
     }
     match next_message(from_program, deadline).map_err(connection_lost)? {
         None => Ok(CreatedProcess { pid, pidfd: child.take(), terminal }),
-        Some((Message::Failed(task, error), _)) => Err(AttemptError::Other(refusal_for(request, task, error))),
+        Some((ExecMessage::Failed(task, error), _)) => Err(AttemptError::Other(refusal_for(request, task, error))),
         Some(_) => Err(connection_lost(io::ErrorKind::InvalidData.into())),
     }
 }
 
 /// Receives the next message; `None` if all processes that could send one have ended.
-fn next_message(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
+fn next_message(from: &OwnedFd, deadline: Instant) -> io::Result<Option<(ExecMessage, Vec<OwnedFd>)>> {
     let socket = Timed::new(from, deadline.saturating_duration_since(Instant::now()));
     let (bytes, fds) =
         socket.when_ready(PollFlags::POLLIN, || receive_with_descriptors(from, MsgFlags::MSG_DONTWAIT))?;
     if bytes.is_empty() {
         return Ok(None);
     }
-    let message = Message::parse(&bytes).ok_or(io::ErrorKind::InvalidData)?;
+    let message = ExecMessage::parse(&bytes).ok_or(io::ErrorKind::InvalidData)?;
     Ok(Some((message, fds)))
 }
 
-fn send_message(to: &OwnedFd, message: Message) {
+fn send_message(to: &OwnedFd, message: ExecMessage) {
     // write(2), which filters allow. If the message is lost, the end of the socket replaces it.
     let _ = retry_interrupted(|| nix::unistd::write(to, &message.bytes()));
 }
@@ -395,7 +294,7 @@ fn run_step(
     let tty = process.terminal().unwrap_or(false);
     if tty {
         let (master, slave) = open_terminal(request).map_err(|error| (ExecStage::Terminal, to_errno(error)))?;
-        send_with_descriptors(of_step, &Message::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
+        send_with_descriptors(of_step, &ExecMessage::Terminal.bytes(), &[master.as_raw_fd()], MsgFlags::empty())
             .map_err(|error| (ExecStage::Terminal, error))?;
         connect_stdio(&[slave]).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     } else {
@@ -411,7 +310,7 @@ fn run_step(
     cgroup.enter().map_err(|error| (ExecStage::Cgroup, error))?;
     match sys::fork().map_err(|error| (ExecStage::Fork, to_errno(error)))? {
         Some(pid) => {
-            send_message(of_step, Message::Process(pid));
+            send_message(of_step, ExecMessage::Process(pid));
             std::process::exit(0)
         }
         None => {
@@ -422,7 +321,7 @@ fn run_step(
                 std::process::exit(126);
             }
             let (task, error) = become_program(request, tty, loader, &of_program);
-            send_message(&of_program, Message::Failed(task, error));
+            send_message(&of_program, ExecMessage::Failed(task, error));
             std::process::exit(if exec_error_kind(error) == RefusalKind::NoSuchProgram { 127 } else { 126 });
         }
     }
@@ -569,7 +468,7 @@ fn become_program(request: &ExecCommand, tty: bool, loader: Loader, of_program: 
         if tty {
             sys::take_terminal().map_err(|error| (ExecStage::Session, to_errno(error)))?;
         }
-        send_message(of_program, Message::Session);
+        send_message(of_program, ExecMessage::Session);
         if loader == Loader::Program {
             load_filter(request)?;
             if let Some(wanted) = process.capabilities().as_ref().filter(|_| loads_with_capability(request)) {
@@ -654,19 +553,20 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written() {
-        let failures = ExecStage::ALL.map(|task| Message::Failed(task, Errno::ENAMETOOLONG));
-        let others = [Message::Terminal, Message::Process(1), Message::Process(0x003f_ffff), Message::Session];
+        let failures = ExecStage::ALL.map(|task| ExecMessage::Failed(task, Errno::ENAMETOOLONG));
+        let others =
+            [ExecMessage::Terminal, ExecMessage::Process(1), ExecMessage::Process(0x003f_ffff), ExecMessage::Session];
         for message in others.iter().chain(&failures) {
-            assert_eq!(Message::parse(&message.bytes()), Some(*message));
+            assert_eq!(ExecMessage::parse(&message.bytes()), Some(*message));
         }
         for other in [&[0; 3][..], &[0; 5], &[250, 0, 0, 0], &[]] {
-            assert_eq!(Message::parse(other), None, "{other:?}");
+            assert_eq!(ExecMessage::parse(other), None, "{other:?}");
         }
     }
 
     /// Runs `await_program` on these messages. `program`: the messages of the program's process, which then closes its socket; `None`: it
     /// keeps the socket open.
-    fn awaited(step: &[Message], program: Option<&[Message]>) -> Result<CreatedProcess, AttemptError> {
+    fn awaited(step: &[ExecMessage], program: Option<&[ExecMessage]>) -> Result<CreatedProcess, AttemptError> {
         let ((from_step, of_step), (from_program, of_program)) = (pair(), pair());
         step.iter().for_each(|message| send_message(&of_step, *message));
         drop(of_step);
@@ -696,30 +596,30 @@ mod tests {
     #[test]
     fn each_outcome_of_an_exec_is_reported() {
         let own = i32::try_from(std::process::id()).unwrap();
-        let process = Message::Process(own);
-        assert_eq!(message(awaited(&[process], Some(&[Message::Session]))), own.to_string());
+        let process = ExecMessage::Process(own);
+        assert_eq!(message(awaited(&[process], Some(&[ExecMessage::Session]))), own.to_string());
         // A process without a pidfd is not started.
-        let gone = Message::Process(0x003f_ffff);
+        let gone = ExecMessage::Process(0x003f_ffff);
         assert!(message(awaited(&[gone], Some(&[]))).contains("it has ended"));
-        let missing = Message::Failed(ExecStage::Find, Errno::ENOENT);
-        let said = message(awaited(&[process], Some(&[Message::Session, missing])));
+        let missing = ExecMessage::Failed(ExecStage::Find, Errno::ENOENT);
+        let said = message(awaited(&[process], Some(&[ExecMessage::Session, missing])));
         assert_eq!(said, "cannot find the program \"/bin/x\": No such file or directory");
-        let outside = Message::Failed(ExecStage::Directory, Errno::ELOOP);
+        let outside = ExecMessage::Failed(ExecStage::Directory, Errno::ELOOP);
         assert!(message(awaited(&[outside], Some(&[]))).contains("the working directory \"/w\": "));
         // A process that was stopped holds its socket open.
         assert!(message(awaited(&[process], None)).contains("may have stopped it"));
         assert!(message(awaited(&[], Some(&[]))).starts_with("killed: "));
-        let full = message(awaited(&[Message::Failed(ExecStage::Fork, Errno::EAGAIN)], Some(&[])));
+        let full = message(awaited(&[ExecMessage::Failed(ExecStage::Fork, Errno::EAGAIN)], Some(&[])));
         assert!(full.starts_with("cannot fork") && full.contains("limit on processes"), "{full}");
-        let said = message(awaited(&[Message::Failed(ExecStage::Fork, Errno::EPERM)], Some(&[])));
+        let said = message(awaited(&[ExecMessage::Failed(ExecStage::Fork, Errno::EPERM)], Some(&[])));
         assert_eq!(said, "filtered: cannot fork the process of \"/bin/x\": Operation not permitted");
         // Only the step may report a PID.
-        for wrong in [&[Message::Process(1)][..], &[Message::Session, Message::Session]] {
+        for wrong in [&[ExecMessage::Process(1)][..], &[ExecMessage::Session, ExecMessage::Session]] {
             assert!(message(awaited(&[process], Some(wrong))).contains("cannot determine"));
         }
-        assert!(message(awaited(&[Message::Session], Some(&[]))).contains("cannot determine"));
+        assert!(message(awaited(&[ExecMessage::Session], Some(&[]))).contains("cannot determine"));
         // A filter that forbids setsid(2) returns an error or kills the process.
-        let said = message(awaited(&[process], Some(&[Message::Failed(ExecStage::Session, Errno::EPERM)])));
+        let said = message(awaited(&[process], Some(&[ExecMessage::Failed(ExecStage::Session, Errno::EPERM)])));
         assert_eq!(said, "filtered: cannot create a session for \"/bin/x\": Operation not permitted");
         assert!(message(awaited(&[process], Some(&[]))).starts_with("filtered: "));
     }

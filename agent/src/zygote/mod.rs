@@ -9,6 +9,7 @@ mod client;
 mod create;
 mod error;
 mod exec;
+mod exec_message;
 mod executor;
 mod late_mounts;
 mod message;

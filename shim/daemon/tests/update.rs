@@ -14,6 +14,19 @@ async fn update(daemon: &mut Daemon, id: &str, linux: cri::LinuxContainerResourc
     daemon.cri.update_container_resources(request).await.map(drop)
 }
 
+async fn create(
+    daemon: &mut Daemon,
+    pod: &str,
+    name: &str,
+    resources: cri::LinuxContainerResources,
+) -> Result<String, Status> {
+    let mut config = container_config(name);
+    config.linux.as_mut().unwrap().resources = Some(resources);
+    let request =
+        cri::CreateContainerRequest { pod_sandbox_id: pod.to_owned(), config: Some(config), sandbox_config: None };
+    daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
+}
+
 async fn limits(daemon: &mut Daemon, id: &str) -> cri::LinuxContainerResources {
     daemon.status(id).await.unwrap().resources.unwrap().linux.unwrap()
 }
@@ -105,13 +118,7 @@ fn a_machine_runs_where_its_containers_may() {
     let shares = || cri::LinuxContainerResources { cpu_shares: 5, ..Default::default() };
     let other = world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
-        let mut create = async |name: &str, list: &str| {
-            let mut config = container_config(name);
-            config.linux.as_mut().unwrap().resources = Some(on(list));
-            let request =
-                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
-            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
-        };
+        let mut create = async |name: &str, list: &str| create(&mut daemon, &pod, name, on(list)).await;
         let one = create("one", &first).await.unwrap();
         assert_eq!(applied(), set(&[&first]));
         let other = create("other", "").await.unwrap();
@@ -175,13 +182,7 @@ fn the_vm_may_swap_what_its_containers_may() {
     let applied = || world.pods.memory_policies.lock().unwrap().iter().map(|p| p.swap_max).collect::<Vec<_>>();
     let one = world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
-        let mut create = async |name: &str, resources| {
-            let mut config = container_config(name);
-            config.linux.as_mut().unwrap().resources = Some(resources);
-            let request =
-                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
-            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
-        };
+        let mut create = async |name: &str, resources| create(&mut daemon, &pod, name, resources).await;
         let one = create("one", swap("5")).await.unwrap();
         assert_eq!(applied(), [5]);
         let two = create("two", swap("0")).await.unwrap();
@@ -213,13 +214,7 @@ fn a_vm_has_the_lowest_oom_score_of_its_containers() {
         || world.pods.memory_policies.lock().unwrap().iter().map(|policy| policy.oom_score_adj).collect::<Vec<_>>();
     world.run(async {
         let pod = daemon.run_pod("a").await.unwrap();
-        let mut create = async |name: &str, resources| {
-            let mut config = container_config(name);
-            config.linux.as_mut().unwrap().resources = Some(resources);
-            let request =
-                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
-            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
-        };
+        let mut create = async |name: &str, resources| create(&mut daemon, &pod, name, resources).await;
         create("one", score(900)).await.unwrap();
         let lowest = create("lowest", score(300)).await.unwrap();
         create("highest", score(1000)).await.unwrap();
@@ -251,13 +246,7 @@ fn processors_of_a_machine_have_those_of_its_containers_to_themselves() {
         let config = cri::PodSandboxConfig { annotations, ..pod_config("a") };
         let request = cri::RunPodSandboxRequest { config: Some(config), runtime_handler: SHAPE_HANDLER.into() };
         let pod = daemon.cri.run_pod_sandbox(request).await.unwrap().into_inner().pod_sandbox_id;
-        let mut create = async |name: &str, list: &str| {
-            let mut config = container_config(name);
-            config.linux.as_mut().unwrap().resources = Some(on(list));
-            let request =
-                cri::CreateContainerRequest { pod_sandbox_id: pod.clone(), config: Some(config), sandbox_config: None };
-            daemon.cri.create_container(request).await.map(|made| made.into_inner().container_id)
-        };
+        let mut create = async |name: &str, list: &str| create(&mut daemon, &pod, name, on(list)).await;
         let few = |error: Status| {
             assert_eq!(error.code(), Code::InvalidArgument, "{error}");
             for words in ["cpuset_cpus is \"1\"", "1 CPUs of the node", "its VM has 2 vCPUs", "dedicatedCpuPlacement"] {

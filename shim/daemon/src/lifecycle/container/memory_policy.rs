@@ -9,8 +9,8 @@ use nacelle_pod::MemoryPolicy;
 const MIN_VM_SCORE: i32 = -999;
 
 /// Returns the sums over containers with these limits, and their lowest OOM score adjustment, because the VM's end is the end of all
-/// of them; `None` without a container. One container that may swap without a limit, or of which no limit is
-/// known, leaves the VM without one.
+/// of them; `None` without a container. One container that may swap without a limit, or of which no limit is known, leaves the VM
+/// without one.
 pub(crate) fn add_up(limits: impl Iterator<Item = Resources>) -> Option<MemoryPolicy> {
     limits.map(|limits| read_policy(&limits)).reduce(|sum, one| MemoryPolicy {
         swap_max: sum.swap_max.saturating_add(one.swap_max),
