@@ -8,9 +8,10 @@ mod machine;
 use machine::{Guest, LIMIT, config, console, furnish, handshake, needs, place, spec};
 use nacelle_agent::frame;
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{Engine, KvmVerdict, Machine, Restorer, probe_kvm};
-use nacelle_proto::agent::{AgentHello, BootConfig, BootReport, RenewRequest};
-use nacelle_proto::common::Empty;
+use nacelle_engine::{Engine, KvmVerdict, Machine, NicSpec, Restorer, SnapshotDirectory, SnapshotFiles, probe_kvm};
+use nacelle_net::{NetNs, tap};
+use nacelle_proto::agent::{AgentHello, BootConfig, RenewRequest};
+use nacelle_proto::common::{Empty, Interface};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -18,81 +19,107 @@ use tempfile::TempDir;
 
 fn save(machine: &dyn Machine, to: &Path) {
     machine.as_pausable().unwrap().pause().unwrap();
-    machine.as_snapshottable().unwrap().save(to).unwrap();
+    let directory = SnapshotDirectory::create(to).unwrap();
+    machine.as_snapshottable().unwrap().save(directory.files()).unwrap();
+    directory.commit().unwrap();
 }
 
-/// Restores a VM from a snapshot, paused, in a directory of its own with a copy of the scratch disk.
-fn restore(from: &Path, files: &TempDir, vcpus: u8) -> (Box<dyn Machine>, TempDir) {
+/// Restores a VM from a snapshot, paused, in a directory of its own with a copy of the scratch disk. `mac` is the last byte of its MAC
+/// address.
+fn restore(from: &Path, files: &TempDir, vcpus: u8, mac: u8) -> (Box<dyn Machine>, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     for name in ["scratch", "image.erofs"] {
         fs::copy(files.path().join(name), directory.path().join(name)).unwrap();
     }
     let engine = KvmEngine::new();
-    let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
-    (engine.restore(spec.check(&engine.limits()).unwrap(), from).unwrap(), directory)
+    let here = NetNs::open(Path::new("/proc/thread-self/ns/net")).unwrap();
+    let tap = tap::create(&here, &format!("clone{mac}")).unwrap().fd;
+    let nic = NicSpec { tap, more_queues: Vec::new(), dhcp: None, mac: [2, 0, 0, 0, 0, mac], mtu: 1400 };
+    let spec = spec(needs().unwrap(), directory.path(), vcpus, vec![nic]);
+    (engine.restore(spec.check(&engine.limits()).unwrap(), SnapshotFiles::open(from).unwrap()).unwrap(), directory)
 }
 
-/// Returns what a container of this guest sees: the host name, the time in seconds, a random UUID.
-async fn look(guest: &mut Guest, id: &str) -> (String, i64, String) {
-    let script = "hostname; busybox date +%s; cat /proc/sys/kernel/random/uuid";
+/// What a container of a guest sees.
+struct View {
+    hostname: String,
+    /// The time in seconds.
+    now: i64,
+    uuid: String,
+    /// `ip -o addr` and `ip -o link` of the interface.
+    network: String,
+}
+
+async fn look(guest: &mut Guest, id: &str) -> View {
+    let script = "hostname; busybox date +%s; cat /proc/sys/kernel/random/uuid; ip -o addr show dev eth0; ip -o link show dev eth0";
     let (output, exit) = guest.run(id, script, |_, _| ()).await;
-    let lines: Vec<_> = output.lines().collect();
-    let [name, seconds, uuid] = lines[..] else { panic!("{exit:?} {output}") };
-    (name.to_owned(), seconds.parse().unwrap(), uuid.to_owned())
+    let lines: Vec<_> = output.splitn(4, '\n').collect();
+    let [hostname, seconds, uuid, network] = lines[..] else { panic!("{exit:?} {output}") };
+    let now = seconds.parse().unwrap();
+    View { hostname: hostname.to_owned(), now, uuid: uuid.to_owned(), network: network.to_owned() }
 }
 
 async fn template(vcpus: u8) {
     let directory = tempfile::tempdir().unwrap();
     furnish(directory.path());
     let engine = KvmEngine::new();
-    let spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
-    let original = engine.start(spec.check(&engine.limits()).unwrap()).unwrap();
+    // The template has neither disks nor interfaces: its clones get them.
+    let mut spec = spec(needs().unwrap(), directory.path(), vcpus, Vec::new());
+    spec.disks.clear();
+    let original = engine.start_template(spec.check(&engine.limits()).unwrap()).unwrap();
     let accepted = original.link().listen(1024).unwrap().accept(LIMIT);
     let mut host = accepted.unwrap_or_else(|error| panic!("no guest: {error}; {}", console(directory.path())));
     host.set_read_timeout(Some(LIMIT)).unwrap();
     let hello: AgentHello = frame::read(&mut host).unwrap();
     let dir = directory.path().join("template");
     save(&*original, &dir);
+    drop(original);
 
-    // Two clones run at the same time, and the original continues with its connection.
-    let named = |name: &str, seconds: i64| BootConfig {
+    // Three clones run at the same time, also when the template is gone.
+    let named = |name: &str, seconds: i64, number: u8| BootConfig {
         hostname: name.into(),
+        interfaces: vec![Interface {
+            name: "eth0".into(),
+            mac: vec![2, 0, 0, 0, 0, number],
+            mtu: 1400,
+            addresses: vec![format!("10.3.0.{number}/24")],
+            ..Interface::default()
+        }],
         time_unix_nanos: seconds * 1_000_000_000,
         entropy: name.bytes().cycle().take(32).collect(),
         ..config()
     };
     let mut guests = Vec::new();
-    for (name, seconds) in [("one", 1_950_000_000), ("two", 2_000_000_000)] {
-        let (machine, files) = restore(&dir, &directory, vcpus);
+    for (number, name, seconds) in [(1, "one", 1_950_000_000), (2, "two", 2_000_000_000), (3, "three", 1_900_000_000)] {
+        let (machine, files) = restore(&dir, &directory, vcpus, number);
         machine.as_pausable().unwrap().resume().unwrap();
-        let (anew, report) = handshake(&*machine.link(), &named(name, seconds), files.path());
+        let (anew, report) = handshake(&*machine.link(), &named(name, seconds, number), files.path());
         assert_eq!(report.error, "");
         assert_eq!(anew.kernel_release, hello.kernel_release);
         assert_eq!(anew.started_nanos, hello.started_nanos, "it has not booted again");
         assert!(anew.sent_nanos > hello.sent_nanos, "the clock continues where it was saved");
-        guests.push((name, seconds, Guest::of(machine, files, anew, true).await));
+        guests.push((number, name, seconds, Guest::of(machine, files, anew, true).await));
     }
-    original.as_pausable().unwrap().resume().unwrap();
-    frame::write(&mut host, &named("original", 1_900_000_000)).unwrap();
-    assert_eq!(frame::read::<BootReport>(&mut host).unwrap().error, "");
-    guests.push(("original", 1_900_000_000, Guest::of(original, directory, hello, true).await));
+    fs::remove_dir_all(&dir).unwrap();
 
     let mut seen = BTreeSet::new();
-    for (name, seconds, guest) in &mut guests {
-        let (hostname, now, uuid) = look(guest, "c1").await;
-        assert_eq!(hostname, *name);
-        assert!((*seconds..*seconds + 10_000).contains(&now), "{now}");
-        seen.insert(uuid);
+    for (number, name, seconds, guest) in &mut guests {
+        let view = look(guest, "c1").await;
+        assert_eq!(view.hostname, *name);
+        assert!((*seconds..*seconds + 10_000).contains(&view.now), "{}", view.now);
+        for part in [format!("10.3.0.{number}/24"), format!("02:00:00:00:00:0{number}"), "mtu 1400".to_owned()] {
+            assert!(view.network.contains(&part), "{}", view.network);
+        }
+        seen.insert(view.uuid);
     }
     assert_eq!(seen.len(), guests.len(), "each has its own random numbers");
 
     // A configured VM keeps its containers, and receives a new generation after each restore.
-    let (_, _, guest) = guests.swap_remove(0);
+    let (.., guest) = guests.swap_remove(0);
     drop(guests);
     let dir = guest.directory.path().join("again");
     save(&*guest.machine, &dir);
     for seconds in [2_100_000_000_i64, 2_200_000_000] {
-        let (machine, files) = restore(&dir, &guest.directory, vcpus);
+        let (machine, files) = restore(&dir, &guest.directory, vcpus, 9);
         place(&*machine, &files.path().join("image.erofs"), 0);
         machine.as_pausable().unwrap().resume().unwrap();
         let mut clone = Guest::of(machine, files, guest.hello.clone(), false).await;
@@ -104,10 +131,10 @@ async fn template(vcpus: u8) {
         clone.agent.renew(renew).await.unwrap();
         let containers = clone.agent.list_containers(Empty {}).await.unwrap().into_inner().containers;
         assert!(matches!(&containers[..], [only] if only.id == "c1" && only.exit.is_some()), "{containers:?}");
-        let (hostname, now, uuid) = look(&mut clone, "c2").await;
-        assert_eq!(hostname, "one");
-        assert!((seconds..seconds + 10_000).contains(&now), "{now}");
-        assert!(seen.insert(uuid), "its own random numbers");
+        let view = look(&mut clone, "c2").await;
+        assert_eq!(view.hostname, "one");
+        assert!((seconds..seconds + 10_000).contains(&view.now), "{}", view.now);
+        assert!(seen.insert(view.uuid), "its own random numbers");
     }
 }
 

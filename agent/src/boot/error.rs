@@ -16,6 +16,10 @@ pub enum BootError {
     Mount { kind: &'static str, path: String, source: nix::Error },
     #[error("cannot switch to a root file system of its own")]
     SwitchRoot { source: nix::Error },
+    #[error("cannot unmount {path}")]
+    Unmount { path: &'static str, source: nix::Error },
+    #[error("cannot bind the driver to the device {name}")]
+    Bind { name: String, source: io::Error },
     #[error("cannot leave the node's namespaces")]
     Namespaces { source: nix::Error },
     #[error("cannot create the device {path}")]

@@ -7,6 +7,7 @@ pub mod apply;
 mod error;
 pub mod guest;
 mod handshake;
+mod hardware;
 pub mod host;
 pub mod mounts;
 pub mod netlink;

@@ -2,7 +2,7 @@
 //!
 //! For a pod on the node the same is made over the pod's directory; the node's files are below `/node` there.
 
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::unistd::{chdir, chroot, mkdir, pivot_root};
 use std::path::Path;
@@ -30,11 +30,12 @@ fn mount_new(kind: &'static str, path: &str, flags: MsFlags, data: &str) -> Resu
 
 const PLAIN: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC);
 
-/// Makes the mounts that the handshake needs: the new root, /dev and /proc. Switches to the new root.
+/// Makes the mounts that the handshake needs: the new root, /dev, /proc and /sys. Switches to the new root.
 pub fn switch_root() -> Result<(), BootError> {
     mount_new("tmpfs", ROOT, MsFlags::MS_NOSUID, "mode=755")?;
     mount_new("devtmpfs", &format!("{ROOT}/dev"), PLAIN, "mode=755")?;
     mount_new("proc", &format!("{ROOT}/proc"), PLAIN | MsFlags::MS_NODEV, "")?;
+    mount_new("sysfs", &format!("{ROOT}/sys"), PLAIN | MsFlags::MS_NODEV, "")?;
     let moved = || {
         chdir(ROOT)?;
         mount(Some("."), "/", None::<&Path>, MsFlags::MS_MOVE, None::<&Path>)?;
@@ -42,6 +43,12 @@ pub fn switch_root() -> Result<(), BootError> {
         chdir("/")
     };
     moved().map_err(|source| BootError::SwitchRoot { source })
+}
+
+/// Unmounts /sys: the pod may get a network namespace of its own, whose sysfs is another one.
+pub fn unmount_sysfs() -> Result<(), BootError> {
+    let path = "/sys";
+    umount2(path, MntFlags::MNT_DETACH).map_err(|source| BootError::Unmount { path, source })
 }
 
 /// Makes a root of the pod's own on the node, over the pod's directory, and switches to it. The caller is in a mount namespace of

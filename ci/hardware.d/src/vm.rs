@@ -10,7 +10,7 @@ use nacelle_engine::BOOT_PORT;
 use nacelle_hardware::{COMMAND_PORT, MARK, RECEIVE_PORT, link, tcp};
 use nacelle_net::{NetNs, tap};
 use nacelle_vmm::block::Slot;
-use nacelle_vmm::machine::{HostPages, MemoryBacking, VmBuilder, VmConfig, VmHandle};
+use nacelle_vmm::machine::{HostPages, MemoryBacking, SavedContent, VmBuilder, VmConfig, VmHandle};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
@@ -220,7 +220,7 @@ fn start_vm(description: &VmParameters, vsock: &Vsock, console: &Arc<Mutex<Guest
     };
     let mut builder = match (&saved, &memory_file) {
         (Some(saved), _) => saved.builder(),
-        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), file),
+        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), file, SavedContent::MapWhole),
         (None, None) => VmBuilder::new(vm_config(description)),
     }
     .context("cannot create a VM")?;

@@ -2,9 +2,10 @@
 //! timeout; `lib.rs` describes the use by threads.
 
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+use nacelle_vmm::snapshot::SnapshotFiles;
 
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
@@ -34,16 +35,20 @@ pub trait Engine: Send + Sync {
 
 /// An engine that can restore a saved machine.
 pub trait Restorer {
-    /// Restores the machine that was saved to the directory `from` (see [`Snapshottable::save`]), with disks, interfaces
+    /// Starts a machine as [`Engine::start`] does, from whose snapshots machines with more devices can be restored.
+    fn start_template(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError>;
+
+    /// Restores the machine that was saved to the files `from` (see [`Snapshottable::save`]), with disks, interfaces
     /// and a console of its own. The `spec` must have the same number of vCPUs, the same memory, and disks and interfaces
     /// of the same kinds in the same order as the saved machine; its kernel, initrd and parameters are not used, because
-    /// the guest runs already. The directory must stay unchanged as long as the machine lives; any number of machines may
-    /// be restored from one.
+    /// the guest runs already. If the saved machine was started as a template, without disks, interfaces and shares, the
+    /// `spec` may have any: the guest must then bind its driver to their windows. The content of the files must not change as long as the machine lives; any number of
+    /// machines may be restored from them.
     ///
     /// The machine is paused: [`Pausable::resume`] runs it, after the images of its disks were placed again. Its guest then
     /// finds its connections reset and its listening ports open, its clock at the time of the snapshot, and the same random
     /// numbers as every other machine of this snapshot: the caller must set its time and add entropy before anything else.
-    fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError>;
+    fn restore(&self, spec: CheckedSpec, from: SnapshotFiles) -> Result<Box<dyn Machine>, EngineError>;
 }
 
 /// A running guest. Dropping it kills the guest, waits for its end and removes what the engine created.
@@ -82,10 +87,9 @@ pub trait Machine: Send + Sync {
 
 /// A machine that can be saved, and restored by its engine's [`Restorer`].
 pub trait Snapshottable {
-    /// Writes memory and state to the directory `to`, which must be empty or missing; the caller must keep the disks'
-    /// contents. The machine must be paused, and stays so; afterwards it may be resumed. A snapshot directory that exists
-    /// afterwards is complete.
-    fn save(&self, to: &Path) -> Result<(), EngineError>;
+    /// Writes memory and state to the files `to`, which must be empty; the caller must keep the disks' contents. The machine
+    /// must be paused, and stays so; afterwards it may be resumed. After an error the files hold no snapshot.
+    fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
 }
 
 /// A machine with hot-plug memory (`MachineSpec::hotplug_mib`), which its guest's kernel adds and removes while it runs.

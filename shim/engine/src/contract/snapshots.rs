@@ -49,14 +49,13 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
         vm.query_until("connections", "2");
         let time = millis(&vm);
 
-        let saved = vm.machine.as_snapshottable().expect("a machine that can be saved");
-        let running = saved.save(&dir).expect_err("a machine that runs cannot be saved");
+        let running = vm.save(&dir).expect_err("a machine that runs cannot be saved");
         assert_eq!(running.kind(), FailureKind::Conflict, "{running}");
         assert!(!dir.exists());
         let pausable = vm.machine.as_pausable().expect("a pausable machine");
         pausable.pause().expect("to pause");
-        saved.save(&dir).expect("to save");
-        let twice = saved.save(&dir).expect_err("there is a snapshot already");
+        vm.save(&dir).expect("to save");
+        let twice = vm.save(&dir).expect_err("there is a snapshot already");
         assert_eq!(twice.kind(), FailureKind::AlreadyExists, "{twice}");
         assert_eq!(vm.machine.status(), MachineStatus::Paused);
 
@@ -104,6 +103,60 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
     }
 }
 
+/// The number of concurrent clones in a test.
+const CLONES: u8 = 20;
+
+/// Clones of a template without disks have disks, each its own, when their guests have bound the driver to them. They continue when
+/// the template's files are removed. A VM that was not started as a template has no clones with more devices.
+pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
+    if tested.engine().as_restorer().is_none() {
+        return println!("skipped: this engine saves nothing");
+    }
+    for (vcpus, number) in [(1, CLONES), (2, 2), (8, 2)] {
+        let files = tempfile::tempdir().expect("a directory for disks and template");
+        let dir = files.path().join("template");
+        let template = TestVm::start_template(tested, |spec| spec.vcpus = vcpus);
+        template.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+        template.save(&dir).expect("to save");
+        drop(template);
+        let before = ProcessResources::count().expect("to count");
+        let clones: Vec<_> = (0..number)
+            .map(|clone| {
+                let scratch = files.path().join(format!("scratch-{clone}"));
+                fs::write(&scratch, vec![clone; MIB as usize]).expect("a disk");
+                TestVm::restore(tested, &dir, disks(&scratch), vcpus).expect("to restore")
+            })
+            .collect();
+        fs::remove_dir_all(&dir).expect("to remove the template");
+        for clone in &clones {
+            clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+        }
+        for (clone, content) in clones.iter().zip(0..) {
+            assert_eq!(clone.query("size 0"), "errno 2", "no device before it is bound");
+            let answer = clone.query("bind");
+            assert!(answer.starts_with("2 "), "the guest bound {answer}");
+            clone.machine.disks()[0].place(0, &image(files.path())).expect("to place");
+            clone.query_until("size 0", &MIB.to_string());
+            assert_eq!(clone.query("sum 0 0 4096"), format!("{:016x}", fnv1a(&CONTENT)));
+            assert_eq!(clone.query("sum 1 4096 4096"), format!("{:016x}", fnv1a(&[content; 4096])));
+            assert_eq!((clone.query("serial 0"), clone.query("serial 1")), ("images".to_owned(), "scratch".to_owned()));
+            assert_eq!(clone.query("cpus"), vcpus.to_string());
+            assert!(clone.query("bind").starts_with("0 "), "everything is bound");
+        }
+        drop(clones);
+        before.wait_until_restored();
+    }
+
+    let files = tempfile::tempdir().expect("a directory for disks and snapshot");
+    let (scratch, dir) = (files.path().join("scratch"), files.path().join("snapshot"));
+    fs::File::create(&scratch).and_then(|file| file.set_len(MIB)).expect("a disk");
+    let vm = TestVm::start(tested, Vec::new(), |_| ());
+    vm.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+    vm.save(&dir).expect("to save");
+    let error = TestVm::restore(tested, &dir, disks(&scratch), 1).err().expect("no template is restored as one");
+    assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
+}
+
 /// A directory without a snapshot, and a VM of another shape, are rejected without a leak; a VM of the same shape can be
 /// restored, and saved again.
 pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
@@ -115,7 +168,7 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
     fs::File::create(&scratch).and_then(|file| file.set_len(MIB)).expect("a disk");
     let vm = TestVm::start(tested, disks(&scratch), |_| ());
     vm.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
-    vm.machine.as_snapshottable().expect("to be saved").save(&dir).expect("to save");
+    vm.save(&dir).expect("to save");
     drop(vm);
 
     let before = ProcessResources::count().expect("to count");
@@ -134,7 +187,7 @@ pub fn invalid_snapshots_are_rejected(tested: &dyn TestedEngine) {
     before.wait_until_restored();
 
     let one = TestVm::restore(tested, &dir, disks(&scratch), 1).expect("to restore");
-    one.machine.as_snapshottable().expect("to be saved").save(&files.path().join("again")).expect("to save");
+    one.save(&files.path().join("again")).expect("to save");
     drop(one);
     let two = TestVm::restore(tested, &files.path().join("again"), disks(&scratch), 1).expect("to restore");
     two.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
-use crate::{DiskSpec, EngineError, LinkError, MachineSpec};
+use crate::{CheckedSpec, DiskSpec, EngineError, LinkError, MachineSpec, SnapshotDirectory, SnapshotFiles};
 
 /// A limit that nothing reaches even on a slow and busy node; only a BUG does.
 pub(super) const LONG: Duration = Duration::from_secs(120);
@@ -76,11 +76,27 @@ pub fn spec(tested: &dyn TestedEngine, directory: &Path, disks: Vec<DiskSpec>) -
 impl TestVm {
     /// Starts a VM, whose specification `change` may modify, and waits for the hello.
     pub fn start(tested: &dyn TestedEngine, disks: Vec<DiskSpec>, change: impl FnOnce(&mut MachineSpec)) -> TestVm {
+        TestVm::start_with(tested, disks, change, |engine, spec| engine.start(spec))
+    }
+
+    /// Starts a template without disks and waits for the hello.
+    pub fn start_template(tested: &dyn TestedEngine, change: impl FnOnce(&mut MachineSpec)) -> TestVm {
+        let start =
+            |engine: &dyn Engine, spec| engine.as_restorer().expect("an engine that restores").start_template(spec);
+        TestVm::start_with(tested, Vec::new(), change, start)
+    }
+
+    fn start_with(
+        tested: &dyn TestedEngine,
+        disks: Vec<DiskSpec>,
+        change: impl FnOnce(&mut MachineSpec),
+        start: impl FnOnce(&dyn Engine, CheckedSpec) -> Result<Box<dyn Machine>, EngineError>,
+    ) -> TestVm {
         let directory = tempfile::tempdir().expect("a directory for the machine");
         let mut spec = spec(tested, directory.path(), disks);
         change(&mut spec);
         let engine = tested.engine();
-        let machine = engine.start(spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
+        let machine = start(&*engine, spec.check(&engine.limits()).expect("a good spec")).expect("a machine");
         let link = machine.link();
         let incoming = link.listen(BOOT_PORT).expect("a port for the hello");
         match incoming.accept(LONG) {
@@ -101,8 +117,17 @@ impl TestVm {
         let spec = MachineSpec { vcpus, ..spec(tested, directory.path(), disks) };
         let engine = tested.engine();
         let restorer = engine.as_restorer().expect("an engine that restores");
-        let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), from)?;
+        let files = SnapshotFiles::open(from).map_err(|source| EngineError::Snapshot { what: "open", source })?;
+        let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), files)?;
         Ok(TestVm { link: machine.link(), machine, directory })
+    }
+
+    /// Saves the VM to a directory, which must be paused.
+    pub fn save(&self, to: &Path) -> Result<(), EngineError> {
+        let failed = |source| EngineError::Snapshot { what: "write", source };
+        let directory = SnapshotDirectory::create(to).map_err(failed)?;
+        self.machine.as_snapshottable().expect("a machine that can be saved").save(directory.files())?;
+        directory.commit().map_err(failed)
     }
 
     /// Connects to the guest's port, with timeouts for reading and writing.

@@ -16,10 +16,10 @@ use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
 use nacelle_vmm::hotplug;
-use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
+use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, SavedContent, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
-use nacelle_vmm::snapshot;
+use nacelle_vmm::snapshot::{self, SnapshotFiles};
 use nacelle_vmm::vsock::Vsock;
 
 use crate::console::{self, ConsoleLog, PANIC_MESSAGE};
@@ -45,12 +45,19 @@ const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
 /// The engine. It holds no resources.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct KvmEngine {}
+pub struct KvmEngine {
+    saved: (SavedContent, HostPages),
+}
 
 impl KvmEngine {
     /// Returns an engine on this node's `/dev/kvm`. [`probe_kvm`](crate::probe_kvm()) determines whether that runs guests.
     pub fn new() -> KvmEngine {
-        KvmEngine {}
+        KvmEngine::default()
+    }
+
+    /// Returns an engine that restores VMs with this kind of memory.
+    pub fn with_saved_memory(content: SavedContent, pages: HostPages) -> KvmEngine {
+        KvmEngine { saved: (content, pages) }
     }
 }
 
@@ -68,19 +75,7 @@ impl Engine for KvmEngine {
     }
 
     fn start(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
-        let spec = spec.into_inner();
-        // Checks the files before memory and vCPUs are created.
-        for path in [&spec.kernel, &spec.initrd] {
-            fs::File::open(path).map_err(file_error("open", path))?;
-        }
-        let create_error = |source| EngineError::Machine { what: "create", source };
-        let config = vm_config(&spec);
-        assemble_vm(
-            spec,
-            false,
-            || VmBuilder::new(config).map_err(create_error),
-            |builder| builder.start().map_err(create_error),
-        )
+        boot(spec, false)
     }
 
     fn as_restorer(&self) -> Option<&dyn Restorer> {
@@ -89,9 +84,13 @@ impl Engine for KvmEngine {
 }
 
 impl Restorer for KvmEngine {
-    fn restore(&self, spec: CheckedSpec, from: &Path) -> Result<Box<dyn Machine>, EngineError> {
+    fn start_template(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError> {
+        boot(spec, true)
+    }
+
+    fn restore(&self, spec: CheckedSpec, from: SnapshotFiles) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
-        let saved = snapshot::open(from).map_err(|source| EngineError::Snapshot { what: "read", source })?;
+        let saved = snapshot::read_files(from).map_err(|source| EngineError::Snapshot { what: "read", source })?;
         let restore_error = |source| EngineError::Machine { what: "restore", source };
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
@@ -104,8 +103,30 @@ impl Restorer for KvmEngine {
             }
         }
         let finish_restore = |builder: VmBuilder| builder.restore(saved.state()).map_err(restore_error);
-        assemble_vm(spec, true, || saved.builder().map_err(restore_error), finish_restore)
+        assemble_vm(
+            spec,
+            true,
+            || saved.builder_with(self.saved.0, self.saved.1).map_err(restore_error),
+            finish_restore,
+        )
     }
+}
+
+/// Boots a VM. With `announce_all_windows`, its kernel knows the windows of devices that clones may have.
+fn boot(spec: CheckedSpec, announce_all_windows: bool) -> Result<Box<dyn Machine>, EngineError> {
+    let spec = spec.into_inner();
+    // Checks the files before memory and vCPUs are created.
+    for path in [&spec.kernel, &spec.initrd] {
+        fs::File::open(path).map_err(file_error("open", path))?;
+    }
+    let create_error = |source| EngineError::Machine { what: "create", source };
+    let config = VmConfig { announce_all_windows, ..vm_config(&spec) };
+    assemble_vm(
+        spec,
+        false,
+        || VmBuilder::new(config).map_err(create_error),
+        |builder| builder.start().map_err(create_error),
+    )
 }
 
 /// Returns how many MiB of the memory are pages of the node's hugetlb pool.
@@ -146,9 +167,8 @@ fn assemble_vm(
     };
     builder.serial(sink()).map_err(failed)?;
     let on_virtio = spec.console == ConsoleKind::Virtio;
-    let mut devices = create_devices(spec, &slots, vsock_device)?;
-    devices.extend(on_virtio.then(|| nacelle_vmm::console::VirtioConsole::new(sink()).device()));
-    for device in devices {
+    let virtio_console = on_virtio.then(|| nacelle_vmm::console::VirtioConsole::new(sink()).device());
+    for device in create_devices(spec, &slots, vsock_device, virtio_console)? {
         builder.attach(device).map_err(failed)?;
     }
     let vm = Arc::new(finish(builder)?);
@@ -177,17 +197,26 @@ fn vm_config(spec: &MachineSpec) -> VmConfig {
         },
         kernel: spec.kernel.clone(),
         initrd: Some(spec.initrd.clone()),
+        announce_all_windows: false,
         cmdline: parameters.map(str::to_owned).chain(spec.cmdline.iter().cloned()).collect(),
     }
 }
 
 /// Creates the devices, in the order in which the guest finds them, which determines the numbers of disks and network interfaces.
+/// Those that every VM has come first, so that a VM without the others can be restored as one with them.
 fn create_devices(
     spec: MachineSpec,
     slots: &[Slot],
     vsock: Box<dyn Device>,
+    console: Option<Box<dyn Device>>,
 ) -> Result<Vec<Box<dyn Device>>, EngineError> {
-    let mut devices: Vec<Box<dyn Device>> = slots.iter().map(Slot::device).collect();
+    let mut devices = vec![vsock, Rng::new().device()];
+    // The node may give a released huge page to another process; the guest's next access would then kill this process.
+    if spec.memory_pages == MemoryPages::Transparent {
+        devices.push(Balloon::new().device());
+    }
+    devices.extend(console);
+    devices.extend(slots.iter().map(Slot::device));
     for (index, nic) in spec.nics.into_iter().enumerate() {
         let nic_error = |source| EngineError::Nic { index, source };
         let mut taps = vec![nic.tap];
@@ -200,14 +229,9 @@ fn create_devices(
         let mtu = u16::try_from(nic.mtu).unwrap_or(u16::MAX); // `check` limits it to 65535
         devices.push(Net::new(NetConfig { taps, mac: nic.mac, mtu, vhost }).map_err(nic_error)?.device());
     }
-    devices.extend([vsock, Rng::new().device()]);
     if let Some(streams) = spec.shares.into_iter().next() {
         let share_error = |source| EngineError::Resources { what: "the connection to the file-server process", source };
         devices.push(Fs::new(streams).map_err(share_error)?.sharing_queues().device());
-    }
-    // The node may give a released huge page to another process; the guest's next access would then kill this process.
-    if spec.memory_pages == MemoryPages::Transparent {
-        devices.push(Balloon::new().device());
     }
     Ok(devices)
 }
@@ -343,9 +367,9 @@ impl MemoryHotplug for KvmMachine {
 }
 
 impl Snapshottable for KvmMachine {
-    fn save(&self, to: &Path) -> Result<(), EngineError> {
+    fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
-        snapshot::save(&vm, to).map_err(|source| EngineError::Snapshot { what: "write", source })
+        snapshot::save_to_files(&vm, to).map_err(|source| EngineError::Snapshot { what: "write", source })
     }
 }
 

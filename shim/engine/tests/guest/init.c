@@ -4,6 +4,9 @@
 //   reads DISK SECONDS THREADS   random reads of 4 KiB past the page cache, answered by their number a second
 //   address A.B.C.D              eth0 has this address (/24) and is up
 //   send A.B.C.D PORT SECONDS    bytes a second over one TCP connection to there
+//   faults MIB                   writes one byte of each page of new memory; nanoseconds a page
+//   chase MIB STEPS              dependent reads all over memory; nanoseconds a read
+//   bind                         binds the driver to devices that came after the boot; how many, and the microseconds
 //   receive PORT                 takes one TCP connection; bytes a second until its end
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/random.h>
 #include <sys/reboot.h>
@@ -272,6 +276,69 @@ static void receive_bytes(int fd, int port) {
     say(fd, answer);
 }
 
+static void bind_devices(int fd) {
+    char path[96], answer[64];
+    int bound = 0, driver = open("/sys/bus/platform/drivers/virtio-mmio/bind", O_WRONLY | O_CLOEXEC);
+    double start = now();
+    for (int i = 0;; i++) {
+        int n = snprintf(path, sizeof path, "/sys/bus/platform/devices/virtio-mmio.%d", i);
+        if (access(path, F_OK) != 0) break;
+        snprintf(path + n, sizeof path - n, "/driver");
+        if (access(path, F_OK) == 0) continue;
+        n = snprintf(path, sizeof path, "virtio-mmio.%d", i);
+        if (write(driver, path, n) != n) break;
+        bound++;
+    }
+    snprintf(answer, sizeof answer, "%d %.0f\n", bound, (now() - start) * 1e6);
+    close(driver);
+    say(fd, answer);
+}
+
+static void *new_memory(size_t bytes) {
+    char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+    madvise(memory, bytes, MADV_NOHUGEPAGE);
+    return memory;
+}
+
+static void faults(int fd, size_t bytes) {
+    char answer[64], *memory = new_memory(bytes);
+    if (!memory) {
+        say(fd, "no memory\n");
+        return;
+    }
+    double start = now();
+    for (size_t at = 0; at < bytes; at += 4096) memory[at] = 1;
+    snprintf(answer, sizeof answer, "%.1f\n", (now() - start) * 1e9 / (bytes / 4096));
+    munmap(memory, bytes);
+    say(fd, answer);
+}
+
+// One cache line in each step, in an order that is a single cycle.
+static void chase(int fd, size_t bytes, long long steps) {
+    char answer[64];
+    size_t lines = bytes / 64, at = 0;
+    uint64_t *memory = new_memory(bytes), seed = 0x9e3779b97f4a7c15;
+    if (!memory) {
+        say(fd, "no memory\n");
+        return;
+    }
+    for (size_t i = 0; i < lines; i++) memory[i * 8] = i;
+    for (size_t i = lines - 1; i > 0; i--) {
+        seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+        size_t other = seed % i;
+        uint64_t mine = memory[i * 8];
+        memory[i * 8] = memory[other * 8], memory[other * 8] = mine;
+    }
+    double start = now();
+    for (long long i = 0; i < steps; i++) at = memory[at * 8];
+    double each = (now() - start) * 1e9 / steps;
+    // What was read decides about the answer, so that it is read.
+    snprintf(answer, sizeof answer, "%.2f\n", at < lines ? each : -1);
+    munmap(memory, bytes);
+    say(fd, answer);
+}
+
 static void echo(int fd) {
     char buffer[16384];
     ssize_t n;
@@ -311,6 +378,9 @@ static void *serve(void *arg) {
     else if (sscanf(line, "reads %d %d %d", &index, &seconds, &threads) == 3) reads(fd, index, seconds, threads);
     else if (sscanf(line, "address %31s", host) == 1) address(fd, host);
     else if (sscanf(line, "send %31s %d %d", host, &index, &seconds) == 3) send_bytes(fd, host, index, seconds);
+    else if (!strcmp(line, "bind")) bind_devices(fd);
+    else if (sscanf(line, "faults %lld", &length) == 1) faults(fd, length << 20);
+    else if (sscanf(line, "chase %lld %lld", &length, &at) == 2) chase(fd, length << 20, at);
     else if (sscanf(line, "receive %d", &index) == 1) receive_bytes(fd, index);
     else if (!strcmp(line, "poweroff")) reboot(RB_AUTOBOOT);
     else if (!strcmp(line, "panic")) {

@@ -7,8 +7,8 @@ use super::legacy::{self, KeyboardController, SerialPort};
 use super::memory::{self, GuestMemory};
 use super::state::{self, MachineState};
 use super::vcpu::{Vcpu, VcpuControl, install_signal_handler};
-use super::{Error, MAX_VCPUS, SerialSink, VmConfig, VmExit, VmHandle, boot, cpuid, layout, mptable};
-use crate::mmio::{self, Transport};
+use super::{Error, MAX_VCPUS, SavedContent, SerialSink, VmConfig, VmExit, VmHandle, boot, cpuid, layout, mptable};
+use crate::mmio::{self, EmptyWindow, Transport};
 use crate::{Device, Memory};
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_irqchip,
@@ -49,9 +49,9 @@ impl VmBuilder {
 
     /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). The file is mapped
     /// privately and must not change as long as the VM lives.
-    pub fn with_saved_memory(config: VmConfig, file: &File) -> Result<VmBuilder, Error> {
+    pub fn with_saved_memory(config: VmConfig, file: &File, content: SavedContent) -> Result<VmBuilder, Error> {
         let mib = layout::total_mib(config.memory_mib, config.hotplug_mib);
-        let memory = GuestMemory::from_file(mib, file, config.pages);
+        let memory = GuestMemory::from_file(mib, file, content, config.pages);
         VmBuilder::with_memory(config, memory)
     }
 
@@ -174,10 +174,12 @@ impl VmBuilder {
         Ok(machine)
     }
 
-    /// Restores the VM from a saved `state`. It stays paused until [`VmHandle::resume`].
-    pub fn restore(self, state: &MachineState) -> Result<VmHandle, Error> {
+    /// Restores the VM from a saved `state`. It stays paused until [`VmHandle::resume`]. If the saved VM announced all windows, this one
+    /// may have further devices behind the saved ones; the guest finds them when it looks at their windows again.
+    pub fn restore(mut self, state: &MachineState) -> Result<VmHandle, Error> {
         let vcpus = self.create_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
+        self.config.announce_all_windows = state.announces_all_windows;
         // The interrupt notifies the guest, before it runs on, that its generation id has changed.
         for active in [true, false] {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
@@ -191,7 +193,7 @@ impl VmBuilder {
 
     /// Loads kernel and initramfs and writes the tables. Returns the entry point of the kernel.
     fn load_kernel(&self) -> Result<KernelEntry, Error> {
-        let VmConfig { memory_mib, kernel: path, initrd, cmdline, vcpus, .. } = &self.config;
+        let VmConfig { memory_mib, kernel: path, initrd, cmdline, vcpus, announce_all_windows, .. } = &self.config;
         let at = |path: &Path| {
             let path = path.to_owned();
             move |source| Error::Load { path, source }
@@ -204,9 +206,9 @@ impl VmBuilder {
         };
         // The caller's parameters come last, so that they take precedence.
         let parameters = ["reboot=k".to_owned(), layout::generation_id_parameter()].into_iter();
-        let parameters = parameters
-            .chain((0..self.transports.len()).filter_map(layout::device_parameter))
-            .chain(cmdline.iter().cloned());
+        let windows = if *announce_all_windows { layout::MAX_DEVICES } else { self.transports.len() };
+        let parameters =
+            parameters.chain((0..windows).filter_map(layout::device_parameter)).chain(cmdline.iter().cloned());
         let line = boot::cmdline(parameters).map_err(at(path))?;
         boot::write_boot_data(memory, *memory_mib, &kernel, &line, initrd).map_err(at(path))?;
         let (signature, features) = cpuid::signature(&self.supported);
@@ -231,8 +233,11 @@ impl VmBuilder {
         Ok(vcpu)
     }
 
-    fn spawn(self, vcpus: Vec<VcpuFd>) -> Result<VmHandle, Error> {
+    fn spawn(mut self, vcpus: Vec<VcpuFd>) -> Result<VmHandle, Error> {
         install_signal_handler()?;
+        for (address, _) in (self.transports.len()..).map_while(layout::device_window) {
+            self.windows.insert(address, layout::WINDOW_SIZE, Arc::new(EmptyWindow {}));
+        }
         let vcpus: Vec<_> = vcpus.into_iter().map(|fd| Arc::new(Mutex::new(fd))).collect();
         let (ports, windows) = (Arc::new(self.ports), Arc::new(self.windows));
         // If a later step fails, dropping this value ends the threads started so far.

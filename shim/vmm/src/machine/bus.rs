@@ -2,7 +2,7 @@
 //! concurrently.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use crate::mmio::Transport;
+use crate::mmio::{EmptyWindow, Transport};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -23,6 +23,14 @@ impl BusDevice for Transport {
     fn write(&self, offset: u64, data: &[u8]) {
         Transport::write(self, offset, data);
     }
+}
+
+impl BusDevice for EmptyWindow {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        EmptyWindow::read(*self, offset, data);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
 }
 
 /// The devices of one address space. It does not change after the guest has started.

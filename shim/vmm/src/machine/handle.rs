@@ -126,7 +126,7 @@ impl VmHandle {
         if !self.control.is_paused() {
             return Err(Error::NotPaused);
         }
-        state::save(&self.vm, &self.vcpus, &self.transports, self.serial.as_deref())
+        state::save(&self.config, &self.vm, &self.vcpus, &self.transports, self.serial.as_deref())
     }
 }
 

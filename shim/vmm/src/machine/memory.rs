@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
 
 use super::layout;
-use super::{HostPages, MemoryBacking};
+use super::{HostPages, MemoryBacking, SavedContent};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -12,9 +12,11 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use nix::unistd::{Whence, lseek};
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use vm_memory::mmap::MmapRegionBuilder;
@@ -122,6 +124,8 @@ pub(super) struct GuestMemory {
 /// The backing of the mappings in the reservation.
 struct MappingSource<'a> {
     file: Option<&'a File>,
+    /// The parts of the file without data are anonymous memory.
+    only_data: bool,
     flags: MapFlags,
     pages: HostPages,
 }
@@ -147,7 +151,7 @@ impl GuestMemory {
         } else if file.is_none() {
             flags |= MapFlags::MAP_HUGETLB | MapFlags::MAP_HUGE_2MB;
         }
-        let mapped = GuestMemory::map(mib, MappingSource { file: file.as_ref(), flags, pages });
+        let mapped = GuestMemory::map(mib, MappingSource { file: file.as_ref(), only_data: false, flags, pages });
         if !from_hugetlb_pool {
             return mapped;
         }
@@ -159,16 +163,52 @@ impl GuestMemory {
         Ok(mapped)
     }
 
-    /// Maps the content of `file`, which must not change as long as the VM lives. Pages are read on first access; writes of the
-    /// guest stay private.
-    pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
+    /// Returns memory with the content of `file`, which must not change as long as the VM lives; writes of the guest stay private.
+    pub fn from_file(
+        mib: u32,
+        file: &File,
+        content: SavedContent,
+        pages: HostPages,
+    ) -> Result<GuestMemory, MemoryError> {
         let want = u64::from(mib) * layout::MIB;
         match file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len() {
             got if got == want => {}
             got => return Err(MemoryError::Length { got, want }),
         }
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        GuestMemory::map(mib, MappingSource { file: Some(file), flags, pages })
+        match content {
+            SavedContent::MapWhole => {
+                GuestMemory::map(mib, MappingSource { file: Some(file), only_data: false, flags, pages })
+            }
+            SavedContent::MapData => {
+                GuestMemory::map(mib, MappingSource { file: Some(file), only_data: true, flags, pages })
+            }
+            SavedContent::CopyPrivate => GuestMemory::new(mib, MemoryBacking::Private, pages)?.copy_data(file),
+            SavedContent::CopyShared => GuestMemory::new(mib, MemoryBacking::Shared, pages)?.copy_data(file),
+        }
+    }
+
+    /// Copies the data of `file` into this memory.
+    fn copy_data(self, file: &File) -> Result<GuestMemory, MemoryError> {
+        let file_error = |source| MemoryError::File { what: "read", source };
+        let mut offset = 0;
+        for region in self.memory.iter() {
+            let mut reader = file.try_clone().map_err(file_error)?;
+            for range in find_data(file, offset..offset + region.len()).map_err(file_error)? {
+                use std::io::Seek;
+                reader.seek(io::SeekFrom::Start(range.start)).map_err(file_error)?;
+                let at = GuestAddress(region.start_addr().0 + range.start - offset);
+                vm_memory::Bytes::read_exact_volatile_from(
+                    &*self.memory,
+                    at,
+                    &mut reader,
+                    (range.end - range.start) as usize,
+                )
+                .map_err(|source| file_error(io::Error::other(source)))?;
+            }
+            offset += region.len();
+        }
+        Ok(self)
     }
 
     fn map(mib: u32, source: MappingSource<'_>) -> Result<GuestMemory, MemoryError> {
@@ -235,6 +275,30 @@ impl GuestMemory {
     }
 }
 
+/// Returns the parts of `within`, a range of `file`, that have data: whole huge pages from its start.
+fn find_data(file: &File, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let huge = HUGE_PAGE as u64;
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    let mut at = within.start;
+    while at < within.end {
+        let data = match lseek(file, at as libc::off_t, Whence::SeekData) {
+            Ok(data) => data as u64,
+            Err(Errno::ENXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        if data >= within.end {
+            break;
+        }
+        let start = within.start + (data - within.start) / huge * huge;
+        at = (start + huge).min(within.end);
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end = at,
+            _ => ranges.push(start..at),
+        }
+    }
+    Ok(ranges)
+}
+
 fn kvm_region(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_region {
     kvm_userspace_memory_region {
         slot,
@@ -285,13 +349,27 @@ fn map_region(
     let size = usize::try_from(length).ok().and_then(NonZeroUsize::new).ok_or(MemoryError::Regions)?;
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     let flags = source.flags | MapFlags::MAP_FIXED;
-    let done = match source.file {
-        // SAFETY: the range lies in this module's own reservation, and nothing has a pointer into it.
-        Some(file) => unsafe { mmap(Some(at.addr()), size, protection, flags, file, offset as libc::off_t) },
-        // SAFETY: as above.
-        None => unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) },
+    let map_error = |source| MemoryError::Map { source };
+    let map_file = |file: &File, range: Range<u64>| {
+        let size = usize::try_from(range.end - range.start).ok().and_then(NonZeroUsize::new).ok_or(Errno::EINVAL)?;
+        let start = at.addr().saturating_add((range.start - offset) as usize);
+        // SAFETY: the callers pass ranges between `offset` and `offset + length`, so the mapping lies in this module's own reservation, and
+        // nothing has a pointer into it.
+        unsafe { mmap(Some(start), size, protection, flags, file, range.start as libc::off_t) }.map(drop)
     };
-    done.map_err(|source| MemoryError::Map { source })?;
+    match source.file {
+        Some(file) if !source.only_data => map_file(file, offset..offset + length).map_err(map_error)?,
+        file => {
+            // SAFETY: as above.
+            unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) }.map_err(map_error)?;
+            if let Some(file) = file {
+                let ranges = find_data(file, offset..offset + length);
+                for range in ranges.map_err(|source| MemoryError::File { what: "read", source })? {
+                    map_file(file, range).map_err(map_error)?;
+                }
+            }
+        }
+    }
     let pages = match source.pages {
         HostPages::Transparent => Some(MmapAdvise::MADV_HUGEPAGE),
         HostPages::Small => Some(MmapAdvise::MADV_NOHUGEPAGE),
@@ -338,7 +416,7 @@ fn memfd(size: u64, pages: HostPages) -> io::Result<File> {
 mod tests {
     use super::*;
     use std::io::Write;
-    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::fs::{FileExt, MetadataExt};
     use vm_memory::Bytes;
 
     /// Returns the ranges of this process's mappings that overlap the page of `address`, with their permissions.
@@ -402,16 +480,45 @@ mod tests {
     fn a_file_is_mapped_privately_and_completely() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0x5a; 4096]).unwrap();
-        let got = GuestMemory::from_file(16, &file, HostPages::Transparent).err();
+        let got = GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).err();
         assert!(matches!(got, Some(MemoryError::Length { got: 4096, .. })), "{got:?}");
         file.set_len(16 << 20).unwrap();
         let (one, two) = (
-            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
-            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).unwrap(),
         );
         one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
         assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
         assert_eq!(one.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x015a);
+    }
+
+    #[test]
+    fn only_the_parts_with_data_are_mapped_from_the_file() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 << 20).unwrap();
+        // In the second huge page, across the border of the fifth and sixth, and in the last.
+        for at in [(2 << 20) + 8192, (10 << 20) - 4096, 10 << 20, (16 << 20) - 4096] {
+            file.write_all_at(&[0x5a; 4096], at).unwrap();
+        }
+        let found = find_data(&file, 0..16 << 20).unwrap();
+        assert_eq!(found, [2 << 20..4 << 20, 8 << 20..12 << 20, 14 << 20..16 << 20]);
+        assert_eq!(find_data(&file, 4 << 20..8 << 20).unwrap(), []);
+        let blocks = file.metadata().unwrap().blocks();
+        let guest = GuestMemory::from_file(16, &file, SavedContent::MapData, HostPages::Transparent).unwrap();
+        let (mut content, mut expected) = (vec![0; 16 << 20], vec![0; 16 << 20]);
+        guest.memory().read_slice(&mut content, GuestAddress(0)).unwrap();
+        file.read_exact_at(&mut expected, 0).unwrap();
+        assert!(content == expected);
+        guest.memory().write_slice(&[1; 16 << 20], GuestAddress(0)).unwrap();
+        file.read_exact_at(&mut content, 0).unwrap();
+        assert!(content == expected, "writes stay private");
+        assert_eq!(file.metadata().unwrap().blocks(), blocks);
+        let start = guest.memory().iter().next().unwrap().as_ptr().addr();
+        for (at, from_file) in [(0, false), (2 << 20, true), (4 << 20, false), (8 << 20, true), (12 << 20, false)] {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let line = maps.lines().find(|line| line.starts_with(&format!("{:x}-", start + at))).unwrap();
+            assert_eq!(line.contains("(deleted)"), from_file, "{line}");
+        }
     }
 
     /// Returns a field of the mapping in /proc/self/smaps that begins at `address`.
@@ -432,7 +539,7 @@ mod tests {
             let made = [
                 GuestMemory::new(16, MemoryBacking::Private, pages).unwrap(),
                 GuestMemory::new(16, MemoryBacking::Shared, pages).unwrap(),
-                GuestMemory::from_file(16, &file, pages).unwrap(),
+                GuestMemory::from_file(16, &file, SavedContent::MapWhole, pages).unwrap(),
             ];
             for guest in made {
                 let start = guest.memory().iter().next().unwrap().as_ptr().addr();

@@ -41,6 +41,7 @@ pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
 
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// The maximum number of vCPUs of a VM.
@@ -67,6 +68,9 @@ pub struct VmConfig {
     pub kernel: PathBuf,
     /// The initramfs.
     pub initrd: Option<PathBuf>,
+    /// Whether the kernel command line announces all windows for devices, also those without one: VMs that are restored from this one
+    /// may have devices there.
+    pub announce_all_windows: bool,
     /// Kernel command-line parameters, one per element. The parameters that the VM itself needs (its devices, how to reset) are added.
     pub cmdline: Vec<String>,
 }
@@ -82,6 +86,7 @@ impl Default for VmConfig {
             pages: HostPages::Transparent,
             kernel: PathBuf::new(),
             initrd: None,
+            announce_all_windows: false,
             cmdline: Vec::new(),
         }
     }
@@ -97,8 +102,22 @@ pub enum MemoryBacking {
     Shared,
 }
 
+/// How the memory of a restored VM gets what was saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SavedContent {
+    /// The whole file is mapped privately.
+    MapWhole,
+    /// The ranges of 2 MiB that have data are mapped privately from the file; the others are anonymous memory.
+    #[default]
+    MapData,
+    /// The data is copied to anonymous memory.
+    CopyPrivate,
+    /// The data is copied to a memfd.
+    CopyShared,
+}
+
 /// The page size of the host memory that backs a guest's memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostPages {
     /// 2 MiB if the host has transparent huge pages for such memory, otherwise 4 KiB.
     #[default]

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // reason: KVM's call that sets the extended registers trusts the size of what it is given.
 
 use super::legacy::{SerialPort, SerialState};
-use super::{Error, cpu_compat};
+use super::{Error, VmConfig, cpu_compat};
 use crate::mmio::{Transport, TransportState};
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
@@ -24,6 +24,9 @@ pub struct MachineState {
     pub devices: Vec<TransportState>,
     /// The serial port, if there is one.
     pub serial: Option<SerialState>,
+    /// Whether the kernel knows all windows for devices, also those without one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub announces_all_windows: bool,
 }
 
 /// The state that all vCPUs share.
@@ -67,6 +70,7 @@ const TSC_DEADLINE: u32 = 0x6e0;
 
 /// Returns the state of a paused VM.
 pub(super) fn save(
+    config: &VmConfig,
     vm: &VmFd,
     vcpus: &[Arc<Mutex<VcpuFd>>],
     transports: &[Arc<Transport>],
@@ -83,7 +87,13 @@ pub(super) fn save(
     let chips = chips.into_iter().collect::<Result<_, _>>()?;
     let clock = vm.get_clock().map_err(Error::kvm_call("read the clock"))?;
     let devices = transports.iter().map(|transport| transport.save()).collect();
-    Ok(MachineState { vm: VmState { chips, clock }, vcpus, devices, serial: serial.map(SerialPort::save) })
+    Ok(MachineState {
+        vm: VmState { chips, clock },
+        vcpus,
+        devices,
+        serial: serial.map(SerialPort::save),
+        announces_all_windows: config.announce_all_windows,
+    })
 }
 
 /// Reads the state of a vCPU in KVM's order: `KVM_GET_MP_STATE` may take pending events and change all other state, reading the
@@ -133,7 +143,9 @@ pub(super) fn restore(
     serial: Option<&SerialPort>,
     state: &MachineState,
 ) -> Result<(), Error> {
-    if state.devices.len() != transports.len() {
+    // Devices behind the saved ones are new to the guest: it must know their windows.
+    let more_devices = transports.len() > state.devices.len();
+    if transports.len() < state.devices.len() || more_devices && !state.announces_all_windows {
         return Err(Error::Mismatch { what: "devices", saved: state.devices.len(), here: transports.len() });
     }
     if state.vcpus.len() != vcpus.len() {

@@ -1,4 +1,5 @@
-//! Writes a directory that appears atomically: under a temporary name in the same parent directory, flushed, then renamed.
+//! Creates the directory of a snapshot, which appears atomically: under a temporary name in the same parent directory, flushed, then
+//! renamed.
 
 use nacelle_base::guest_warn;
 use nix::errno::Errno;
@@ -8,11 +9,12 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::SnapshotError;
+use super::{MEMORY_FILE, STATE_FILE, SnapshotError, SnapshotFiles};
 
-/// A directory that is being written. Dropping it before `commit` removes it.
+/// The directory of a snapshot that is being written. Dropping it before `commit` removes it.
 #[derive(Debug)]
-pub(super) struct PartialDirectory {
+pub struct SnapshotDirectory {
+    files: SnapshotFiles,
     target: PathBuf,
     parent: PathBuf,
     partial: PathBuf,
@@ -24,9 +26,10 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Snapshot
     move |source| SnapshotError::Io { what, path, source }
 }
 
-impl PartialDirectory {
-    /// Creates the temporary directory for `target`. After a crash, `.NAME.PID.N.partial` remains in the parent directory.
-    pub(super) fn begin(target: &Path) -> Result<PartialDirectory, SnapshotError> {
+impl SnapshotDirectory {
+    /// Creates a temporary directory with empty files for a snapshot in `target`, which must be empty or not exist. After a crash,
+    /// `.NAME.PID.N.partial` remains in the parent directory.
+    pub fn create(target: &Path) -> Result<SnapshotDirectory, SnapshotError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let invalid_path = || SnapshotError::InvalidPath { path: target.to_owned() };
         let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(invalid_path)?;
@@ -44,20 +47,29 @@ impl PartialDirectory {
         let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
         // Mode 0700: no other user may read the guest's memory.
         DirBuilder::new().mode(0o700).create(&partial).map_err(failed("create the directory", &partial))?;
-        Ok(PartialDirectory { target: target.to_owned(), parent, partial, is_committed: false })
+        let create = |name: &str| {
+            let path = partial.join(name);
+            let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+            file.map_err(failed("create", &path))
+        };
+        match create(STATE_FILE).and_then(|state| Ok(SnapshotFiles { state, memory: create(MEMORY_FILE)? })) {
+            Ok(files) => {
+                Ok(SnapshotDirectory { files, target: target.to_owned(), parent, partial, is_committed: false })
+            }
+            Err(error) => {
+                remove(&partial);
+                Err(error)
+            }
+        }
     }
 
-    /// Writes one file and flushes it to disk.
-    pub(super) fn file(&self, name: &str, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SnapshotError> {
-        let path = self.partial.join(name);
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-        let file = file.map_err(failed("create", &path))?;
-        write(&file).map_err(failed("write", &path))?;
-        file.sync_all().map_err(failed("flush", &path))
+    /// Returns the files, for [`save_to_files`](super::save_to_files).
+    pub fn files(&self) -> &SnapshotFiles {
+        &self.files
     }
 
-    /// Renames the directory to its final name.
-    pub(super) fn commit(mut self) -> Result<(), SnapshotError> {
+    /// Renames the directory to its final name: from then on the snapshot is there, on stable storage.
+    pub fn commit(mut self) -> Result<(), SnapshotError> {
         let flush =
             |path: &Path| File::open(path).and_then(|directory| directory.sync_all()).map_err(failed("flush", path));
         flush(&self.partial)?;
@@ -70,13 +82,16 @@ impl PartialDirectory {
     }
 }
 
-impl Drop for PartialDirectory {
+impl Drop for SnapshotDirectory {
     fn drop(&mut self) {
-        if self.is_committed {
-            return;
+        if !self.is_committed {
+            remove(&self.partial);
         }
-        if let Err(error) = fs::remove_dir_all(&self.partial) {
-            guest_warn!(%error, directory = %self.partial.display(), "cannot remove an incomplete snapshot");
-        }
+    }
+}
+
+fn remove(partial: &Path) {
+    if let Err(error) = fs::remove_dir_all(partial) {
+        guest_warn!(%error, directory = %partial.display(), "cannot remove an incomplete snapshot");
     }
 }

@@ -1,5 +1,5 @@
-//! Saves and opens snapshots. A snapshot is a directory with two files, `state` and `memory`; see
-//! docs/contributor/snapshots.md. The module [`machine`] defines the content of a VM's state.
+//! Saves and opens snapshots. A snapshot is a directory with two files, `state` and `memory`; a jailed process, which has no directory for
+//! them, gets the open files. See docs/contributor/snapshots.md. The module [`machine`] defines the content of a VM's state.
 //!
 //! ```no_run
 //! use nacelle_vmm::{machine::VmHandle, rng::Rng, snapshot};
@@ -23,17 +23,17 @@ mod memory;
 #[cfg(test)]
 mod tests;
 
+pub use directory::SnapshotDirectory;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
 
-use crate::machine::{self, MachineState, VmBuilder, VmConfig, VmHandle};
+use crate::machine::{self, HostPages, MachineState, SavedContent, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
-use directory::PartialDirectory;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The name of the file that holds everything except the memory.
 pub const STATE_FILE: &str = "state";
@@ -53,7 +53,27 @@ fn is_zero(mib: &u32) -> bool {
     *mib == 0
 }
 
-/// A snapshot read from disk, without its memory.
+/// The two open files of a snapshot.
+#[derive(Debug)]
+pub struct SnapshotFiles {
+    /// Everything but the memory, see [`STATE_FILE`].
+    pub state: File,
+    /// The memory, see [`MEMORY_FILE`].
+    pub memory: File,
+}
+
+impl SnapshotFiles {
+    /// Opens the files of the snapshot in `directory`, for reading.
+    pub fn open(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
+        let open = |name: &str| {
+            let path = directory.join(name);
+            File::open(&path).map_err(|source| SnapshotError::Io { what: "open", path, source })
+        };
+        Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)? })
+    }
+}
+
+/// A snapshot that was read, without its memory.
 #[derive(Debug)]
 pub struct Snapshot<S = MachineState> {
     document: Document<S>,
@@ -63,44 +83,58 @@ pub struct Snapshot<S = MachineState> {
 /// Writes the snapshot of a paused VM to `dir`, which must be empty or not exist. Afterwards `dir` holds the whole snapshot, on
 /// stable storage, or no snapshot at all. The VM stays paused.
 pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
-    let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
-    let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
-    let document = Document { memory_mib, hotplug_mib, machine: state };
-    write(dir, &document, machine.memory())
-}
-
-/// Reads the snapshot in `dir` except its memory. The files may hold any bytes: the result is a snapshot or an error, and at
-/// most [`MAX_STATE_BYTES`] are read.
-pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
-    read(dir)
-}
-
-fn write(dir: &Path, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
-    let bytes = envelope::encode(document)?;
-    let directory = PartialDirectory::begin(dir)?;
-    directory.file(MEMORY_FILE, |file| memory::write(file, memory))?;
-    directory.file(STATE_FILE, |mut file| file.write_all(&bytes))?;
+    let directory = SnapshotDirectory::create(dir)?;
+    save_to_files(machine, directory.files())?;
     directory.commit()
 }
 
-fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
-    let open = |name: &str| {
-        let path = dir.join(name);
-        let file = File::open(&path);
-        file.map(|file| (file, path.clone())).map_err(|source| SnapshotError::Io { what: "open", path, source })
+/// Writes the snapshot of a paused VM to `files`, which must be empty and writable. After an error they hold an incomplete snapshot,
+/// which [`read_files`] rejects. The VM stays paused.
+pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
+    let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
+    let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
+    let document = Document { memory_mib, hotplug_mib, machine: state };
+    write(files, &document, machine.memory())
+}
+
+/// Reads the snapshot in `dir` except its memory, like [`read_files`].
+pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
+    read_files(SnapshotFiles::open(dir)?)
+}
+
+/// Reads a snapshot except its memory. The files may hold any bytes: the result is a snapshot or an error, and at most
+/// [`MAX_STATE_BYTES`] are read.
+pub fn read_files(files: SnapshotFiles) -> Result<Snapshot, SnapshotError> {
+    read(files)
+}
+
+/// Writes the memory first: without a state the snapshot is incomplete.
+fn write(files: &SnapshotFiles, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
+    let failed = |what, name: &str| {
+        let path = PathBuf::from(name);
+        move |source| SnapshotError::Io { what, path, source }
     };
-    let (state, path) = open(STATE_FILE)?;
+    let bytes = envelope::encode(document)?;
+    memory::write(&files.memory, memory).map_err(failed("write", MEMORY_FILE))?;
+    files.memory.sync_all().map_err(failed("flush", MEMORY_FILE))?;
+    (&files.state).write_all(&bytes).map_err(failed("write", STATE_FILE))?;
+    files.state.sync_all().map_err(failed("flush", STATE_FILE))
+}
+
+fn read<S: DeserializeOwned>(files: SnapshotFiles) -> Result<Snapshot<S>, SnapshotError> {
+    let SnapshotFiles { state, memory } = files;
+    let path = || PathBuf::from(STATE_FILE);
     let mut bytes = Vec::new();
     let read = state.take(MAX_STATE_BYTES.saturating_add(1)).read_to_end(&mut bytes);
-    read.map_err(|source| SnapshotError::Io { what: "read", path: path.clone(), source })?;
-    let document: Document<S> = envelope::decode(&bytes, &path)?;
+    read.map_err(|source| SnapshotError::Io { what: "read", path: path(), source })?;
+    let document: Document<S> = envelope::decode(&bytes, &path())?;
 
-    let (memory, path) = open(MEMORY_FILE)?;
+    let path = || PathBuf::from(MEMORY_FILE);
     let expected = u64::from(machine::total_mib(document.memory_mib, document.hotplug_mib)) << 20;
     match memory.metadata().map(|file| file.len()) {
         Ok(got) if got == expected => Ok(Snapshot { document, memory }),
-        Ok(got) => Err(SnapshotError::Length { path, got, expected }),
-        Err(source) => Err(SnapshotError::Io { what: "read the size of", path, source }),
+        Ok(got) => Err(SnapshotError::Length { path: path(), got, expected }),
+        Err(source) => Err(SnapshotError::Io { what: "read the size of", path: path(), source }),
     }
 }
 
@@ -145,8 +179,14 @@ impl Snapshot {
     /// Returns a builder with the snapshot's memory, mapped privately: pages are read from the file on first access, and writes
     /// of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
+        self.builder_with(SavedContent::default(), HostPages::default())
+    }
+
+    /// Like [`builder`](Snapshot::builder), with a choice of the host memory.
+    pub fn builder_with(&self, content: SavedContent, pages: HostPages) -> Result<VmBuilder, machine::Error> {
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
         let (memory_mib, hotplug_mib) = (self.memory_mib(), self.hotplug_mib());
-        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() }, &self.memory)
+        let config = VmConfig { vcpus, memory_mib, hotplug_mib, pages, ..VmConfig::default() };
+        VmBuilder::with_saved_memory(config, &self.memory, content)
     }
 }

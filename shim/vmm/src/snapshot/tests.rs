@@ -13,7 +13,13 @@ const MIB: usize = 1 << 20;
 type Layout = Vec<(GuestAddress, usize)>;
 
 fn write<S: Serialize>(dir: &Path, state: &S, memory: &Memory) -> Result<(), SnapshotError> {
-    super::write(dir, &Document { memory_mib: 8, hotplug_mib: 0, machine: state }, memory)
+    let directory = SnapshotDirectory::create(dir)?;
+    super::write(directory.files(), &Document { memory_mib: 8, hotplug_mib: 0, machine: state }, memory)?;
+    directory.commit()
+}
+
+fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
+    super::read(SnapshotFiles::open(dir)?)
 }
 
 /// Maps a snapshot's memory as a VM does.
@@ -100,21 +106,28 @@ fn snapshots_are_written_atomically() {
     assert_eq!(read::<i32>(&dir).unwrap().document.machine, 1, "the old one stays");
 
     // The target directory appears while the snapshot is written.
-    let partial = PartialDirectory::begin(&directory.path().join("late")).unwrap();
-    partial.file("state", |_| Ok(())).unwrap();
+    let partial = SnapshotDirectory::create(&directory.path().join("late")).unwrap();
     std::fs::create_dir_all(directory.path().join("late/x")).unwrap();
     assert_eq!(partial.commit().unwrap_err().kind(), FailureKind::AlreadyExists);
 
-    let partial = PartialDirectory::begin(&directory.path().join("never")).unwrap();
-    let error = partial.file("memory", |_| Err(std::io::ErrorKind::StorageFull.into())).unwrap_err();
-    assert_eq!(error.kind(), FailureKind::Exhausted, "{error}");
-    drop(partial);
+    drop(SnapshotDirectory::create(&directory.path().join("never")).unwrap());
     assert_eq!(entries(directory.path()), ["late", "s"]);
 
     // An empty target directory is accepted.
     std::fs::create_dir(directory.path().join("empty")).unwrap();
     write(&directory.path().join("empty"), &3, &memory()).unwrap();
     assert_eq!(read::<i32>(&directory.path().join("empty")).unwrap().document.machine, 3);
+
+    // What was not written completely is no snapshot, and a full disk is reported as such.
+    let incomplete = SnapshotDirectory::create(&directory.path().join("incomplete")).unwrap();
+    incomplete.commit().unwrap();
+    let error = read::<i32>(&directory.path().join("incomplete")).unwrap_err();
+    assert!(matches!(error, SnapshotError::NotASnapshot { .. }), "{error}");
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let files = SnapshotFiles { state: full(), memory: tempfile::tempfile().unwrap() };
+    let document = Document { memory_mib: 8, hotplug_mib: 0, machine: 5 };
+    let error = super::write(&files, &document, &memory()).unwrap_err();
+    assert_eq!(error.kind(), FailureKind::Exhausted, "{error}");
 
     for place in ["/", "..", ""] {
         assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), FailureKind::Invalid, "{place}");

@@ -28,27 +28,32 @@ const DISKS: &str = "/var/tmp";
 const READERS: u32 = 8;
 
 /// A directory for VMs and their parts.
-struct GuestFiles {
+pub struct GuestFiles {
     directory: tempfile::TempDir,
     initrd: PathBuf,
 }
 
 impl GuestFiles {
     /// Returns a directory with the agent in the guest.
-    fn with_agent() -> GuestFiles {
+    pub fn with_agent() -> GuestFiles {
         GuestFiles { directory: tempfile::tempdir().expect("a directory"), initrd: path_from_env("NACELLE_INITRD") }
     }
 
     /// Returns a directory with the guest of the engines' contract, which accepts commands.
-    fn with_commands(directory: &Path) -> GuestFiles {
+    pub fn with_commands(directory: &Path) -> GuestFiles {
         GuestFiles {
             directory: tempfile::tempdir_in(directory).expect("a directory"),
             initrd: path_from_env("NACELLE_COMMANDS_INITRD"),
         }
     }
 
+    /// Returns the directory.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
     /// Returns the description of a VM like that of a pod: an empty disk for images and a writable one.
-    fn describe(&self, disk_mib: u64) -> VmDescription {
+    pub fn describe(&self, disk_mib: u64) -> VmDescription {
         let disk = |name: &str, mib: u64| {
             let path = self.directory.path().join(name);
             if !path.exists() {
@@ -66,7 +71,10 @@ impl GuestFiles {
             memory_mib: 128,
             disks: vec![disk("images", 1), disk("scratch", disk_mib)],
             tap: None,
+            asked: false,
             from: None,
+            template: false,
+            saved_memory: None,
             directory: self.directory.path().to_owned(),
         }
     }
@@ -153,7 +161,7 @@ pub fn blk(runs: usize) -> BenchResult {
     BenchResult { ours, peers, ..BenchResult::new("reads/s", "qemu microvm, io_uring") }
 }
 
-fn parse_number(answer: &str) -> f64 {
+pub fn parse_number(answer: &str) -> f64 {
     answer.parse().unwrap_or_else(|_no_number| panic!("the guest says {answer:?}"))
 }
 

@@ -2,9 +2,10 @@
 //! plain QEMU microvm, with the same kernel, initramfs and disks. Both need working KVM.
 
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, MachineSpec, NicSpec};
+use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
+use nacelle_vmm::machine::{HostPages, SavedContent};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::time::{ClockId, clock_gettime};
 use prost::Message;
@@ -44,8 +45,14 @@ pub struct VmDescription {
     pub disks: Vec<PathBuf>,
     /// The name of a tap, created in this network namespace.
     pub tap: Option<String>,
+    /// The guest does not report itself: its first answer to a command counts as its first message (ours only).
+    pub asked: bool,
     /// The directory of a saved VM that is restored instead of booting (ours only).
     pub from: Option<PathBuf>,
+    /// Clones may have more disks and interfaces than this VM (ours only).
+    pub template: bool,
+    /// The kind of memory of a restored VM.
+    pub saved_memory: Option<(SavedContent, HostPages)>,
     /// A directory of the VM's own.
     pub directory: PathBuf,
 }
@@ -134,6 +141,11 @@ impl BenchVm {
         BenchVm { process, channel, timeline }
     }
 
+    /// Returns the id of the VM's process.
+    pub fn pid(&self) -> i32 {
+        self.process.id().cast_signed()
+    }
+
     /// Sends the contract's guest a command and returns its answer.
     pub fn send_command(&mut self, command: &str) -> String {
         match &mut self.channel {
@@ -211,31 +223,53 @@ pub fn run_vm_child(description: &str) -> ExitCode {
         guest_cid: 3,
         shares: Vec::new(),
     };
-    let engine = KvmEngine::new();
+    let engine = match description.saved_memory {
+        Some((content, pages)) => KvmEngine::with_saved_memory(content, pages),
+        None => KvmEngine::new(),
+    };
     let spec = spec.check(&engine.limits()).expect("a good description");
     let pausable = "a VM that can be paused";
     let machine = match &description.from {
+        None if description.template => {
+            engine.as_restorer().expect("a restorer").start_template(spec).expect("a template")
+        }
         None => engine.start(spec).expect("a machine"),
         Some(from) => {
-            let machine = engine.as_restorer().expect("a restorer").restore(spec, from).expect("a restored machine");
+            let files = SnapshotFiles::open(from).expect("a snapshot");
+            let machine = engine.as_restorer().expect("a restorer").restore(spec, files).expect("a restored machine");
             machine.as_pausable().expect(pausable).resume().expect("to resume");
             machine
         }
     };
     let running = monotonic_nanos();
     let link = machine.link();
+    if description.asked {
+        let stream = link.connect(COMMAND_PORT, START_LIMIT).expect("the guest takes connections");
+        exchange_line(&stream, "cpus");
+        let at = monotonic_nanos();
+        println!("{}", serde_json::json!(FirstMessage { at, running, started: 0, sent: 0 }));
+        return serve_commands(&*machine);
+    }
     // The agent waits for its configuration as long as this connection is open.
     let boot = match link.listen(BOOT_PORT).and_then(|incoming| incoming.accept(START_LIMIT)) {
         Ok(stream) => stream,
         Err(error) => panic!("no hello: {error}; {:?}", machine.wait(Duration::ZERO)),
     };
     println!("{}", serde_json::json!(FirstMessage { running, ..read_first_message(&boot) }));
+    serve_commands(&*machine)
+}
+
+/// Answers each line of standard input with a line, until its end.
+fn serve_commands(machine: &dyn Machine) -> ExitCode {
+    let (link, pausable) = (machine.link(), "a VM that can be paused");
     for command in std::io::stdin().lines() {
         let command = command.expect("a line");
         if let Some(directory) = command.strip_prefix(SAVE_COMMAND) {
             let begin = monotonic_nanos();
             machine.as_pausable().expect(pausable).pause().expect("to pause");
-            machine.as_snapshottable().expect("a VM that can be saved").save(directory.as_ref()).expect("to save");
+            let directory = SnapshotDirectory::create(directory.as_ref()).expect("a directory");
+            machine.as_snapshottable().expect("a VM that can be saved").save(directory.files()).expect("to save");
+            directory.commit().expect("to save");
             println!("{}", (monotonic_nanos() - begin) as f64 / 1e6);
             continue;
         }

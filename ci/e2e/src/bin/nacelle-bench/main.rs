@@ -3,6 +3,7 @@
 
 mod accounts;
 mod benches;
+mod clones;
 mod containerd;
 mod cri;
 mod crowd;
@@ -101,6 +102,13 @@ fn run_subcommand(arguments: &[&str]) -> Option<ExitCode> {
         ["vm", runs] => {
             let Ok(runs) = runs.parse() else { return Some(usage_error("ci/bench vm RUNS")) };
             println!("{}", vm::measure(runs));
+            ExitCode::SUCCESS
+        }
+        ["clones", clones, runs] => {
+            let (Ok(clones), Ok(runs)) = (clones.parse(), runs.parse()) else {
+                return Some(usage_error("ci/bench clones CLONES RUNS"));
+            };
+            println!("{}", clones::measure(clones, runs));
             ExitCode::SUCCESS
         }
         ["density", subjects, pods @ ..] => {

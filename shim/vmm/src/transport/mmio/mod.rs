@@ -76,6 +76,23 @@ mod reg {
     pub const CONFIG: u64 = 0x100;
 }
 
+/// A register window without a device. A driver reads the device id 0 there and leaves it alone (VIRTIO 1.2, section 4.2.2).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EmptyWindow {}
+
+impl EmptyWindow {
+    /// Handles a read of `data.len()` bytes at `offset` of the window. Returns 0 for all registers but the first two.
+    pub fn read(self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        let value = match RegisterAccess::decode(offset, data.len()) {
+            Some(RegisterAccess::Register(reg::MAGIC_VALUE)) => register_block::MAGIC,
+            Some(RegisterAccess::Register(reg::VERSION)) => register_block::VERSION,
+            _ => return,
+        };
+        data.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
 /// One device in its register window. Dropping it stops the device.
 pub struct Transport {
     kind: DeviceKind,

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use virtio_queue::{Queue, QueueState, QueueT};
 use vmm_sys_util::eventfd::EventFd;
 
-const MAGIC: u32 = u32::from_le_bytes(*b"virt");
-const VERSION: u32 = 2;
+pub(super) const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+pub(super) const VERSION: u32 = 2;
 /// The vendor id "NACL"; the specification reserves no numbers.
 const VENDOR: u32 = u32::from_le_bytes(*b"NACL");
 

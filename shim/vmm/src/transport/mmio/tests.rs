@@ -1,7 +1,7 @@
 //! Tests the registers against a device that records its calls, with drivers that follow the specification and drivers that break it.
 
 use super::harness::*;
-use super::{INTERRUPT_ACK, RestoreError, TransportState, reg};
+use super::{EmptyWindow, INTERRUPT_ACK, RestoreError, TransportState, reg};
 use crate::virtio::{COMMON_FEATURES, Device, DeviceKind, DeviceState, Interrupt, Ring, StartError, StateError};
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
@@ -110,6 +110,22 @@ impl Device for LoggingDevice {
 fn logging_device() -> (MmioGuest, DeviceLog) {
     let log = DeviceLog::default();
     (MmioGuest::new(Box::new(LoggingDevice { log: log.clone(), ..LoggingDevice::default() })), log)
+}
+
+#[test]
+fn an_empty_window_has_the_device_id_zero() {
+    let get = |offset: u64, width: usize| {
+        let mut bytes = vec![0xff; width];
+        EmptyWindow::default().read(offset, &mut bytes);
+        bytes
+    };
+    assert_eq!(get(reg::MAGIC_VALUE, 4), b"virt");
+    assert_eq!(get(reg::VERSION, 4), [2, 0, 0, 0]);
+    let others = (reg::DEVICE_ID..0x1000).step_by(4).map(|offset| get(offset, 4));
+    assert!(others.into_iter().all(|value| value == [0; 4]));
+    for (offset, width) in [(0, 1), (0, 8), (1, 4), (reg::CONFIG, 2), (u64::MAX, 8)] {
+        assert_eq!(get(offset, width), vec![0; width], "{offset:#x}");
+    }
 }
 
 #[test]
