@@ -1,4 +1,4 @@
-//! Applies a `BootConfig`: clock, random pool, user namespace, host name, network, sysctls, and the pod's files in /etc.
+//! Applies a `BootConfig`: clock, random pool, devices, user namespace, host name, network, sysctls, and the pod's files in /etc.
 
 use ipnet::IpNet;
 use nacelle_proto::agent::{BootConfig, UserNamespace};
@@ -10,6 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use super::error::BootError;
+use super::hardware::adopt_devices;
+use super::mounts::unmount_sysfs;
 use super::netlink::{
     LinkChange, NetlinkSocket, NetworkLink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link,
 };
@@ -22,6 +24,8 @@ const DOMAIN_NAME: &str = "kernel.domainname";
 pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
     set_clock(config.time_unix_nanos)?;
     add_entropy(&config.entropy)?;
+    adopt_devices()?;
+    unmount_sysfs()?;
     apply_to_pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
 }
 

@@ -14,7 +14,7 @@ use super::error::BootError;
 use super::handshake::{connect_and_greet, monotonic_nanos, open_vsock, receive_configuration};
 use super::ports::{RPC_PORT, STREAM_PORT};
 use super::ready::BootedAgent;
-use super::{apply, hardware, mounts};
+use super::{apply, mounts};
 use crate::frame;
 use crate::huge_pages::HugePages;
 use crate::image::GuestDisks;
@@ -31,10 +31,7 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     mounts::switch_root()?;
     crate::log::log_to_kernel();
     let (mut host, config) = receive_configuration(host, started_nanos)?;
-    let configured = hardware::adopt_devices()
-        .and_then(|()| mounts::unmount_sysfs())
-        .and_then(|()| apply::apply(&config))
-        .and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
+    let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
     let (users, rpc, streams) = configured?;

@@ -9,7 +9,7 @@ use super::error::BootError;
 
 /// The devices of the platform bus: one directory for each window that the kernel command line announced.
 const DEVICES: &str = "/sys/bus/platform/devices";
-/// Writing the name of a device here probes it (Documentation/ABI/testing/sysfs-bus-platform and sysfs-driver conventions).
+/// Writing the name of a device here probes it, as the kernel does at its boot. ENODEV: the driver does not want it.
 const BIND: &str = "/sys/bus/platform/drivers/virtio-mmio/bind";
 
 /// Binds the driver to each window with a device that has none yet, in the order of the windows, which determines the numbers of disks

@@ -10,7 +10,7 @@ use nacelle_engine::BOOT_PORT;
 use nacelle_hardware::{COMMAND_PORT, MARK, RECEIVE_PORT, link, tcp};
 use nacelle_net::{NetNs, tap};
 use nacelle_vmm::block::Slot;
-use nacelle_vmm::machine::{HostPages, MemoryBacking, SavedContent, VmBuilder, VmConfig, VmHandle};
+use nacelle_vmm::machine::{HostPages, MemoryBacking, VmBuilder, VmConfig, VmHandle};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot;
@@ -26,6 +26,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
@@ -220,7 +221,7 @@ fn start_vm(description: &VmParameters, vsock: &Vsock, console: &Arc<Mutex<Guest
     };
     let mut builder = match (&saved, &memory_file) {
         (Some(saved), _) => saved.builder(),
-        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), file, SavedContent::MapWhole),
+        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), file),
         (None, None) => VmBuilder::new(vm_config(description)),
     }
     .context("cannot create a VM")?;
@@ -330,6 +331,13 @@ fn memory_file(description: &VmParameters) -> anyhow::Result<Option<File>> {
     let length = i64::from(description.memory_mib) << 20;
     file.set_len(length.unsigned_abs())?;
     fallocate(&file, FallocateFlags::empty(), 0, length).context("cannot allocate the pages of the memory file")?;
+    // A part that was never written counts as a hole, and a VM has anonymous memory in its place. A file of the pool has none.
+    if description.pages != BackingPages::Hugetlb {
+        let zeros = vec![0; 1 << 20];
+        for at in (0..length.unsigned_abs()).step_by(zeros.len()) {
+            file.write_all_at(&zeros, at).context("cannot write the pages of the memory file")?;
+        }
+    }
     Ok(Some(file))
 }
 

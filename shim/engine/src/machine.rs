@@ -41,8 +41,9 @@ pub trait Restorer {
     /// Restores the machine that was saved to the files `from` (see [`Snapshottable::save`]), with disks, interfaces
     /// and a console of its own. The `spec` must have the same number of vCPUs, the same memory, and disks and interfaces
     /// of the same kinds in the same order as the saved machine; its kernel, initrd and parameters are not used, because
-    /// the guest runs already. If the saved machine was started as a template, without disks, interfaces and shares, the
-    /// `spec` may have any: the guest must then bind its driver to their windows. The content of the files must not change as long as the machine lives; any number of
+    /// the guest runs already. If the saved machine was started as a template, the `spec` may have further devices
+    /// behind the saved ones: the guest must then bind its driver to their windows. The agent does so when it is configured, and
+    /// not later. The content of the files must not change as long as the machine lives; any number of
     /// machines may be restored from them.
     ///
     /// The machine is paused: [`Pausable::resume`] runs it, after the images of its disks were placed again. Its guest then

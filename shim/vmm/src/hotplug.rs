@@ -8,7 +8,7 @@ use std::ops::Range;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 /// Frees those parts of the guest address ranges that are guest memory, in every process that maps them. Later reads of the
-/// guest return zeros.
+/// guest return zeros, or what was saved there if the VM was restored.
 pub fn release_ranges(memory: &Memory, ranges: &[Range<u64>]) -> io::Result<()> {
     for range in ranges {
         for region in memory.iter() {

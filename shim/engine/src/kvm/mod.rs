@@ -16,7 +16,7 @@ use nacelle_vmm::Device;
 use nacelle_vmm::balloon::Balloon;
 use nacelle_vmm::fs::Fs;
 use nacelle_vmm::hotplug;
-use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, SavedContent, VmBuilder, VmConfig, VmExit};
+use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
 use nacelle_vmm::snapshot::{self, SnapshotFiles};
@@ -45,19 +45,12 @@ const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
 /// The engine. It holds no resources.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct KvmEngine {
-    saved: (SavedContent, HostPages),
-}
+pub struct KvmEngine {}
 
 impl KvmEngine {
     /// Returns an engine on this node's `/dev/kvm`. [`probe_kvm`](crate::probe_kvm()) determines whether that runs guests.
     pub fn new() -> KvmEngine {
-        KvmEngine::default()
-    }
-
-    /// Returns an engine that restores VMs with this kind of memory.
-    pub fn with_saved_memory(content: SavedContent, pages: HostPages) -> KvmEngine {
-        KvmEngine { saved: (content, pages) }
+        KvmEngine {}
     }
 }
 
@@ -103,12 +96,7 @@ impl Restorer for KvmEngine {
             }
         }
         let finish_restore = |builder: VmBuilder| builder.restore(saved.state()).map_err(restore_error);
-        assemble_vm(
-            spec,
-            true,
-            || saved.builder_with(self.saved.0, self.saved.1).map_err(restore_error),
-            finish_restore,
-        )
+        assemble_vm(spec, true, || saved.builder().map_err(restore_error), finish_restore)
     }
 }
 
@@ -326,7 +314,7 @@ impl Machine for KvmMachine {
     }
 
     fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
-        // The memory of a restored VM is a file with normal pages.
+        // The memory of a restored VM is a file with normal pages and anonymous memory.
         (!self.in_huge_pages).then_some(self as _)
     }
 }

@@ -7,7 +7,7 @@ use super::legacy::{self, KeyboardController, SerialPort};
 use super::memory::{self, GuestMemory};
 use super::state::{self, MachineState};
 use super::vcpu::{Vcpu, VcpuControl, install_signal_handler};
-use super::{Error, MAX_VCPUS, SavedContent, SerialSink, VmConfig, VmExit, VmHandle, boot, cpuid, layout, mptable};
+use super::{Error, MAX_VCPUS, SerialSink, VmConfig, VmExit, VmHandle, boot, cpuid, layout, mptable};
 use crate::mmio::{self, EmptyWindow, Transport};
 use crate::{Device, Memory};
 use kvm_bindings::{
@@ -47,11 +47,11 @@ impl VmBuilder {
         VmBuilder::with_memory(config, memory)
     }
 
-    /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). The file is mapped
-    /// privately and must not change as long as the VM lives.
-    pub fn with_saved_memory(config: VmConfig, file: &File, content: SavedContent) -> Result<VmBuilder, Error> {
+    /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). Its data is mapped
+    /// privately, so it must not change as long as the VM lives; the rest is anonymous memory.
+    pub fn with_saved_memory(config: VmConfig, file: &File) -> Result<VmBuilder, Error> {
         let mib = layout::total_mib(config.memory_mib, config.hotplug_mib);
-        let memory = GuestMemory::from_file(mib, file, content, config.pages);
+        let memory = GuestMemory::from_file(mib, file, config.pages);
         VmBuilder::with_memory(config, memory)
     }
 

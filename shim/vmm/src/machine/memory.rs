@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // reason: guest memory is a mapping that is given to KVM by address.
 
 use super::layout;
-use super::{HostPages, MemoryBacking, SavedContent};
+use super::{HostPages, MemoryBacking};
 use crate::Memory;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -24,6 +24,9 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion,
 
 /// The size of a huge page, in bytes.
 const HUGE_PAGE: usize = 2 << 20;
+
+/// The maximum number of parts of a file that are mapped one by one: far below the limit of a process (sysctl `vm.max_map_count`).
+const MAX_DATA_RANGES: usize = 4096;
 
 /// Guest memory cannot be allocated.
 #[derive(Debug, thiserror::Error)]
@@ -163,52 +166,17 @@ impl GuestMemory {
         Ok(mapped)
     }
 
-    /// Returns memory with the content of `file`, which must not change as long as the VM lives; writes of the guest stay private.
-    pub fn from_file(
-        mib: u32,
-        file: &File,
-        content: SavedContent,
-        pages: HostPages,
-    ) -> Result<GuestMemory, MemoryError> {
+    /// Returns memory with the content of `file`, which must not change as long as the VM lives. Its parts with data are mapped
+    /// privately: pages are read on first access, and writes of the guest stay in this process. The other parts are anonymous memory,
+    /// because a private mapping of a hole has small pages only, and each access to one on tmpfs adds a page to the file.
+    pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
         let want = u64::from(mib) * layout::MIB;
         match file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len() {
             got if got == want => {}
             got => return Err(MemoryError::Length { got, want }),
         }
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        match content {
-            SavedContent::MapWhole => {
-                GuestMemory::map(mib, MappingSource { file: Some(file), only_data: false, flags, pages })
-            }
-            SavedContent::MapData => {
-                GuestMemory::map(mib, MappingSource { file: Some(file), only_data: true, flags, pages })
-            }
-            SavedContent::CopyPrivate => GuestMemory::new(mib, MemoryBacking::Private, pages)?.copy_data(file),
-            SavedContent::CopyShared => GuestMemory::new(mib, MemoryBacking::Shared, pages)?.copy_data(file),
-        }
-    }
-
-    /// Copies the data of `file` into this memory.
-    fn copy_data(self, file: &File) -> Result<GuestMemory, MemoryError> {
-        let file_error = |source| MemoryError::File { what: "read", source };
-        let mut offset = 0;
-        for region in self.memory.iter() {
-            let mut reader = file.try_clone().map_err(file_error)?;
-            for range in find_data(file, offset..offset + region.len()).map_err(file_error)? {
-                use std::io::Seek;
-                reader.seek(io::SeekFrom::Start(range.start)).map_err(file_error)?;
-                let at = GuestAddress(region.start_addr().0 + range.start - offset);
-                vm_memory::Bytes::read_exact_volatile_from(
-                    &*self.memory,
-                    at,
-                    &mut reader,
-                    (range.end - range.start) as usize,
-                )
-                .map_err(|source| file_error(io::Error::other(source)))?;
-            }
-            offset += region.len();
-        }
-        Ok(self)
+        GuestMemory::map(mib, MappingSource { file: Some(file), only_data: true, flags, pages })
     }
 
     fn map(mib: u32, source: MappingSource<'_>) -> Result<GuestMemory, MemoryError> {
@@ -275,16 +243,18 @@ impl GuestMemory {
     }
 }
 
-/// Returns the parts of `within`, a range of `file`, that have data: whole huge pages from its start.
-fn find_data(file: &File, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+/// Returns the parts of `within`, a range of `file`, that have data, in units of huge pages from its start; all of it if they are too many
+/// to be mapped one by one. A file system that does not report holes has data everywhere.
+fn find_data(file: &File, within: Range<u64>) -> Vec<Range<u64>> {
     let huge = HUGE_PAGE as u64;
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut at = within.start;
     while at < within.end {
         let data = match lseek(file, at as libc::off_t, Whence::SeekData) {
-            Ok(data) => data as u64,
+            // A file system of another process (FUSE) may return anything.
+            Ok(data) => u64::try_from(data).unwrap_or(at).max(at),
             Err(Errno::ENXIO) => break,
-            Err(error) => return Err(error.into()),
+            Err(_) => at,
         };
         if data >= within.end {
             break;
@@ -296,7 +266,7 @@ fn find_data(file: &File, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
             _ => ranges.push(start..at),
         }
     }
-    Ok(ranges)
+    if ranges.len() > MAX_DATA_RANGES { vec![within] } else { ranges }
 }
 
 fn kvm_region(slot: u32, region: &GuestRegionMmap<()>) -> kvm_userspace_memory_region {
@@ -353,8 +323,8 @@ fn map_region(
     let map_file = |file: &File, range: Range<u64>| {
         let size = usize::try_from(range.end - range.start).ok().and_then(NonZeroUsize::new).ok_or(Errno::EINVAL)?;
         let start = at.addr().saturating_add((range.start - offset) as usize);
-        // SAFETY: the callers pass ranges between `offset` and `offset + length`, so the mapping lies in this module's own reservation, and
-        // nothing has a pointer into it.
+        // SAFETY: the callers below pass parts of `offset..offset + length` (`find_data` returns parts of its argument), so the mapping lies
+        // in this module's own reservation, and nothing has a pointer into it.
         unsafe { mmap(Some(start), size, protection, flags, file, range.start as libc::off_t) }.map(drop)
     };
     match source.file {
@@ -363,8 +333,7 @@ fn map_region(
             // SAFETY: as above.
             unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) }.map_err(map_error)?;
             if let Some(file) = file {
-                let ranges = find_data(file, offset..offset + length);
-                for range in ranges.map_err(|source| MemoryError::File { what: "read", source })? {
+                for range in find_data(file, offset..offset + length) {
                     map_file(file, range).map_err(map_error)?;
                 }
             }
@@ -480,12 +449,12 @@ mod tests {
     fn a_file_is_mapped_privately_and_completely() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0x5a; 4096]).unwrap();
-        let got = GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).err();
+        let got = GuestMemory::from_file(16, &file, HostPages::Transparent).err();
         assert!(matches!(got, Some(MemoryError::Length { got: 4096, .. })), "{got:?}");
         file.set_len(16 << 20).unwrap();
         let (one, two) = (
-            GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).unwrap(),
-            GuestMemory::from_file(16, &file, SavedContent::MapWhole, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
         );
         one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
         assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
@@ -500,25 +469,47 @@ mod tests {
         for at in [(2 << 20) + 8192, (10 << 20) - 4096, 10 << 20, (16 << 20) - 4096] {
             file.write_all_at(&[0x5a; 4096], at).unwrap();
         }
-        let found = find_data(&file, 0..16 << 20).unwrap();
+        let found = find_data(&file, 0..16 << 20);
         assert_eq!(found, [2 << 20..4 << 20, 8 << 20..12 << 20, 14 << 20..16 << 20]);
-        assert_eq!(find_data(&file, 4 << 20..8 << 20).unwrap(), []);
-        let blocks = file.metadata().unwrap().blocks();
-        let guest = GuestMemory::from_file(16, &file, SavedContent::MapData, HostPages::Transparent).unwrap();
+        assert_eq!(find_data(&file, 4 << 20..8 << 20), []);
+        let guest = GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap();
         let (mut content, mut expected) = (vec![0; 16 << 20], vec![0; 16 << 20]);
+        // Reading a hole of a private mapping would add pages to a file on tmpfs.
+        let blocks = file.metadata().unwrap().blocks();
+        for hole in [0..2 << 20, 4 << 20..8 << 20, 12 << 20..14 << 20] {
+            guest.memory().read_slice(&mut content[hole.clone()], GuestAddress(hole.start as u64)).unwrap();
+        }
+        assert_eq!(file.metadata().unwrap().blocks(), blocks);
         guest.memory().read_slice(&mut content, GuestAddress(0)).unwrap();
         file.read_exact_at(&mut expected, 0).unwrap();
         assert!(content == expected);
         guest.memory().write_slice(&[1; 16 << 20], GuestAddress(0)).unwrap();
         file.read_exact_at(&mut content, 0).unwrap();
         assert!(content == expected, "writes stay private");
-        assert_eq!(file.metadata().unwrap().blocks(), blocks);
         let start = guest.memory().iter().next().unwrap().as_ptr().addr();
         for (at, from_file) in [(0, false), (2 << 20, true), (4 << 20, false), (8 << 20, true), (12 << 20, false)] {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             let line = maps.lines().find(|line| line.starts_with(&format!("{:x}-", start + at))).unwrap();
             assert_eq!(line.contains("(deleted)"), from_file, "{line}");
         }
+    }
+
+    #[test]
+    fn data_on_both_sides_of_the_hole_is_where_it_was_saved() {
+        let file = tempfile::tempfile().unwrap();
+        // One MiB more than the memory below the hole for devices: the last unit is half a huge page.
+        file.set_len(3073 << 20).unwrap();
+        for (at, byte) in [(0, 1), ((3 << 30) - 4096, 2), (3 << 30, 3), ((3073 << 20) - 4096, 4)] {
+            file.write_all_at(&[byte; 4096], at).unwrap();
+        }
+        let above = find_data(&file, 3 << 30..3073 << 20);
+        assert!(above.first() == Some(&(3 << 30..3073 << 20)) && above.len() == 1, "{above:?}");
+        let guest = GuestMemory::from_file(3073, &file, HostPages::Transparent).unwrap();
+        let at = |address: u64| guest.memory().read_obj::<u8>(GuestAddress(address)).unwrap();
+        let hole = 3 << 30;
+        assert_eq!((at(0), at(4096), at(hole - 4097), at(hole - 4096)), (1, 0, 0, 2));
+        let end = (4 << 30) + (1 << 20);
+        assert_eq!((at(4 << 30), at((4 << 30) + 4096), at(end - 4097), at(end - 1)), (3, 0, 0, 4));
     }
 
     /// Returns a field of the mapping in /proc/self/smaps that begins at `address`.
@@ -533,13 +524,14 @@ mod tests {
         if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             return println!("skipped: this kernel has no transparent huge pages");
         }
-        let file = tempfile::tempfile().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[1; 4096]).unwrap(); // so that memory begins with a mapping of the file
         file.set_len(16 << 20).unwrap();
         for (pages, flag) in [(HostPages::Transparent, "hg"), (HostPages::Small, "nh")] {
             let made = [
                 GuestMemory::new(16, MemoryBacking::Private, pages).unwrap(),
                 GuestMemory::new(16, MemoryBacking::Shared, pages).unwrap(),
-                GuestMemory::from_file(16, &file, SavedContent::MapWhole, pages).unwrap(),
+                GuestMemory::from_file(16, &file, pages).unwrap(),
             ];
             for guest in made {
                 let start = guest.memory().iter().next().unwrap().as_ptr().addr();

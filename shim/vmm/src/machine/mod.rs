@@ -41,7 +41,6 @@ pub use legacy::SerialState;
 pub use memory::MemoryError;
 pub use state::{MachineState, VcpuState, VmState};
 
-use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// The maximum number of vCPUs of a VM.
@@ -102,22 +101,8 @@ pub enum MemoryBacking {
     Shared,
 }
 
-/// How the memory of a restored VM gets what was saved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SavedContent {
-    /// The whole file is mapped privately.
-    MapWhole,
-    /// The ranges of 2 MiB that have data are mapped privately from the file; the others are anonymous memory.
-    #[default]
-    MapData,
-    /// The data is copied to anonymous memory.
-    CopyPrivate,
-    /// The data is copied to a memfd.
-    CopyShared,
-}
-
 /// The page size of the host memory that backs a guest's memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostPages {
     /// 2 MiB if the host has transparent huge pages for such memory, otherwise 4 KiB.
     #[default]

@@ -52,7 +52,9 @@ impl SnapshotDirectory {
             let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
             file.map_err(failed("create", &path))
         };
-        match create(STATE_FILE).and_then(|state| Ok(SnapshotFiles { state, memory: create(MEMORY_FILE)? })) {
+        match create(STATE_FILE)
+            .and_then(|state| Ok(SnapshotFiles { state, memory: create(MEMORY_FILE)?, directory: partial.clone() }))
+        {
             Ok(files) => {
                 Ok(SnapshotDirectory { files, target: target.to_owned(), parent, partial, is_committed: false })
             }
@@ -68,8 +70,15 @@ impl SnapshotDirectory {
         &self.files
     }
 
-    /// Renames the directory to its final name: from then on the snapshot is there, on stable storage.
+    /// Renames the directory to its final name: from then on the snapshot is there, on stable storage. Without a saved snapshot this is
+    /// an error.
     pub fn commit(mut self) -> Result<(), SnapshotError> {
+        let path = self.partial.join(STATE_FILE);
+        match self.files.state.metadata().map(|state| state.len()) {
+            Ok(0) => return Err(SnapshotError::NotASnapshot { path }),
+            Ok(_) => {}
+            Err(source) => return Err(SnapshotError::Io { what: "read the size of", path, source }),
+        }
         let flush =
             |path: &Path| File::open(path).and_then(|directory| directory.sync_all()).map_err(failed("flush", path));
         flush(&self.partial)?;

@@ -27,12 +27,12 @@ pub use directory::SnapshotDirectory;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
 
-use crate::machine::{self, HostPages, MachineState, SavedContent, VmBuilder, VmConfig, VmHandle};
+use crate::machine::{self, MachineState, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// The name of the file that holds everything except the memory.
@@ -53,9 +53,11 @@ fn is_zero(mib: &u32) -> bool {
     *mib == 0
 }
 
-/// The two open files of a snapshot.
+/// The two open files of a snapshot. Their file positions are not used, so several processes may share them.
 #[derive(Debug)]
 pub struct SnapshotFiles {
+    /// The directory that holds the files, for messages.
+    pub directory: PathBuf,
     /// Everything but the memory, see [`STATE_FILE`].
     pub state: File,
     /// The memory, see [`MEMORY_FILE`].
@@ -69,7 +71,7 @@ impl SnapshotFiles {
             let path = directory.join(name);
             File::open(&path).map_err(|source| SnapshotError::Io { what: "open", path, source })
         };
-        Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)? })
+        Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)?, directory: directory.to_owned() })
     }
 }
 
@@ -88,8 +90,8 @@ pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
     directory.commit()
 }
 
-/// Writes the snapshot of a paused VM to `files`, which must be empty and writable. After an error they hold an incomplete snapshot,
-/// which [`read_files`] rejects. The VM stays paused.
+/// Writes the snapshot of a paused VM to `files`, which must be writable; earlier content is lost. After an error they hold no snapshot.
+/// The VM stays paused.
 pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
     let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
@@ -108,28 +110,38 @@ pub fn read_files(files: SnapshotFiles) -> Result<Snapshot, SnapshotError> {
     read(files)
 }
 
-/// Writes the memory first: without a state the snapshot is incomplete.
+/// Writes the state last: without it there is no snapshot.
 fn write(files: &SnapshotFiles, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
     let failed = |what, name: &str| {
-        let path = PathBuf::from(name);
+        let path = files.directory.join(name);
         move |source| SnapshotError::Io { what, path, source }
     };
     let bytes = envelope::encode(document)?;
+    files.state.set_len(0).map_err(failed("truncate", STATE_FILE))?;
+    // Zero pages are not written: where an earlier snapshot has data, they must be holes.
+    files.memory.set_len(0).map_err(failed("truncate", MEMORY_FILE))?;
     memory::write(&files.memory, memory).map_err(failed("write", MEMORY_FILE))?;
     files.memory.sync_all().map_err(failed("flush", MEMORY_FILE))?;
-    (&files.state).write_all(&bytes).map_err(failed("write", STATE_FILE))?;
+    files.state.write_all_at(&bytes, 0).map_err(failed("write", STATE_FILE))?;
     files.state.sync_all().map_err(failed("flush", STATE_FILE))
 }
 
 fn read<S: DeserializeOwned>(files: SnapshotFiles) -> Result<Snapshot<S>, SnapshotError> {
-    let SnapshotFiles { state, memory } = files;
-    let path = || PathBuf::from(STATE_FILE);
-    let mut bytes = Vec::new();
-    let read = state.take(MAX_STATE_BYTES.saturating_add(1)).read_to_end(&mut bytes);
-    read.map_err(|source| SnapshotError::Io { what: "read", path: path(), source })?;
-    let document: Document<S> = envelope::decode(&bytes, &path())?;
+    let SnapshotFiles { directory, state, memory } = files;
+    let path = directory.join(STATE_FILE);
+    let failed = |what| {
+        let path = path.clone();
+        move |source| SnapshotError::Io { what, path, source }
+    };
+    let length = state.metadata().map_err(failed("read the size of"))?.len();
+    if length > MAX_STATE_BYTES {
+        return Err(SnapshotError::TooLarge { bytes: length, max: MAX_STATE_BYTES });
+    }
+    let mut bytes = vec![0; usize::try_from(length).unwrap_or_default()]; // at most MAX_STATE_BYTES
+    state.read_exact_at(&mut bytes, 0).map_err(failed("read"))?;
+    let document: Document<S> = envelope::decode(&bytes, &path)?;
 
-    let path = || PathBuf::from(MEMORY_FILE);
+    let path = || directory.join(MEMORY_FILE);
     let expected = u64::from(machine::total_mib(document.memory_mib, document.hotplug_mib)) << 20;
     match memory.metadata().map(|file| file.len()) {
         Ok(got) if got == expected => Ok(Snapshot { document, memory }),
@@ -176,17 +188,11 @@ impl Snapshot {
         self.document.machine.devices.iter().map(|transport| transport.device.kind())
     }
 
-    /// Returns a builder with the snapshot's memory, mapped privately: pages are read from the file on first access, and writes
-    /// of the guest stay in this process. The file must not change as long as the VM lives.
+    /// Returns a builder with the snapshot's memory. Its data is mapped privately: pages are read from the file on first access, and
+    /// writes of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
-        self.builder_with(SavedContent::default(), HostPages::default())
-    }
-
-    /// Like [`builder`](Snapshot::builder), with a choice of the host memory.
-    pub fn builder_with(&self, content: SavedContent, pages: HostPages) -> Result<VmBuilder, machine::Error> {
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
         let (memory_mib, hotplug_mib) = (self.memory_mib(), self.hotplug_mib());
-        let config = VmConfig { vcpus, memory_mib, hotplug_mib, pages, ..VmConfig::default() };
-        VmBuilder::with_saved_memory(config, &self.memory, content)
+        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() }, &self.memory)
     }
 }

@@ -22,7 +22,7 @@ fn read<S: DeserializeOwned>(dir: &Path) -> Result<Snapshot<S>, SnapshotError> {
     super::read(SnapshotFiles::open(dir)?)
 }
 
-/// Maps a snapshot's memory as a VM does.
+/// Maps a snapshot's whole memory privately.
 fn map<S>(saved: &Snapshot<S>) -> Memory {
     let mut at = 0;
     let regions = layout().into_iter().map(|(start, size)| {
@@ -107,6 +107,7 @@ fn snapshots_are_written_atomically() {
 
     // The target directory appears while the snapshot is written.
     let partial = SnapshotDirectory::create(&directory.path().join("late")).unwrap();
+    super::write(partial.files(), &Document { memory_mib: 8, hotplug_mib: 0, machine: 6 }, &memory()).unwrap();
     std::fs::create_dir_all(directory.path().join("late/x")).unwrap();
     assert_eq!(partial.commit().unwrap_err().kind(), FailureKind::AlreadyExists);
 
@@ -118,21 +119,44 @@ fn snapshots_are_written_atomically() {
     write(&directory.path().join("empty"), &3, &memory()).unwrap();
     assert_eq!(read::<i32>(&directory.path().join("empty")).unwrap().document.machine, 3);
 
-    // What was not written completely is no snapshot, and a full disk is reported as such.
-    let incomplete = SnapshotDirectory::create(&directory.path().join("incomplete")).unwrap();
-    incomplete.commit().unwrap();
-    let error = read::<i32>(&directory.path().join("incomplete")).unwrap_err();
-    assert!(matches!(error, SnapshotError::NotASnapshot { .. }), "{error}");
-    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let files = SnapshotFiles { state: full(), memory: tempfile::tempfile().unwrap() };
-    let document = Document { memory_mib: 8, hotplug_mib: 0, machine: 5 };
-    let error = super::write(&files, &document, &memory()).unwrap_err();
-    assert_eq!(error.kind(), FailureKind::Exhausted, "{error}");
+    let nothing = directory.path().join("nothing");
+    let error = SnapshotDirectory::create(&nothing).unwrap().commit().unwrap_err();
+    assert!(matches!(error, SnapshotError::NotASnapshot { .. }), "nothing was saved: {error}");
+    assert!(!nothing.exists());
+    let full = SnapshotError::Io { what: "write", path: nothing, source: std::io::ErrorKind::StorageFull.into() };
+    assert_eq!(full.kind(), FailureKind::Exhausted);
 
     for place in ["/", "..", ""] {
         assert_eq!(write(Path::new(place), &4, &memory()).unwrap_err().kind(), FailureKind::Invalid, "{place}");
     }
     assert_eq!(read::<i32>(&directory.path().join("none")).unwrap_err().kind(), FailureKind::NotFound);
+}
+
+/// Descriptors that processes share have one file position.
+#[test]
+fn shared_files_are_read_and_written_at_any_position() {
+    let [state, memory_file] = [(); 2].map(|()| tempfile::tempfile().unwrap());
+    let files = SnapshotFiles { state, memory: memory_file, directory: "/templates/x".into() };
+    let share = || SnapshotFiles {
+        state: files.state.try_clone().unwrap(),
+        memory: files.memory.try_clone().unwrap(),
+        directory: files.directory.clone(),
+    };
+    let document = |machine| Document { memory_mib: 8, hotplug_mib: 0, machine };
+    let before = Memory::from_ranges(&layout()).unwrap();
+    before.write_slice(&[3; 2 * MIB], GuestAddress(2 * MIB as u64)).unwrap();
+    super::write(&share(), &document("a longer state"), &before).unwrap();
+    super::write(&share(), &document("a state"), &memory()).unwrap();
+    for _ in 0..2 {
+        let saved: Snapshot<String> = super::read(share()).unwrap();
+        assert_eq!(saved.document.machine, "a state");
+        assert!(bytes(&map(&saved)) == bytes(&memory()), "nothing is left of the first snapshot");
+    }
+    files.state.set_len(5).unwrap();
+    let error = super::read::<String>(share()).unwrap_err();
+    assert_eq!(error.to_string(), "/templates/x/state is not the state file of a snapshot");
+    files.state.set_len(MAX_STATE_BYTES + 1).unwrap();
+    assert!(matches!(super::read::<String>(share()).unwrap_err(), SnapshotError::TooLarge { .. }));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Measures what clones of a saved VM cost by the kind of host memory that they get: memory of the node for each idle clone, and the
-//! speed of memory in the guest, compared with a booted VM.
+//! Measures what clones of a saved VM cost, compared with booted VMs: memory of the node for each, devices that they get after the
+//! restore, and the speed of memory in the guest.
 
 use crate::guests::{GuestFiles, parse_number};
 use crate::machines::{BenchVm, SAVE_COMMAND, VmDescription, Vmm};
@@ -7,7 +7,6 @@ use crate::memory::{self, MIB};
 use crate::{benches, cri::milliseconds, median};
 use nacelle_e2e::path_from_env;
 use nacelle_e2e::run::run_program;
-use nacelle_vmm::machine::{HostPages, SavedContent};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -16,70 +15,46 @@ use std::time::{Duration, Instant};
 
 /// How long the node is left alone before its memory is measured.
 const SETTLE_TIME: Duration = Duration::from_secs(5);
-/// The kinds of memory, each with a name.
-const KINDS: [(&str, SavedContent, HostPages); 6] = [
-    ("map whole file", SavedContent::MapWhole, HostPages::Transparent),
-    ("map data, anonymous elsewhere", SavedContent::MapData, HostPages::Transparent),
-    ("copy, anonymous 2 MiB", SavedContent::CopyPrivate, HostPages::Transparent),
-    ("copy, anonymous 4 KiB", SavedContent::CopyPrivate, HostPages::Small),
-    ("copy, memfd 2 MiB", SavedContent::CopyShared, HostPages::Transparent),
-    ("copy, memfd 4 KiB", SavedContent::CopyShared, HostPages::Small),
-];
 /// The commands of the contract's guest, by name.
 const LOOPS: [(&str, &str); 3] =
     [("new pages", "faults 48"), ("used pages", "faults 48"), ("random reads", "chase 32 2000000")];
 
-/// Starts `clones` clones with each kind of memory. Returns `{"clones": [{"memory", "restore" (ms), "pss" and "used" (MiB for
-/// each)}], "devices": [{"devices", "ready" (ms), "bound" (microseconds, in the guest), "pss", "used"}], "loops": [{"memory", ...: nanoseconds for each page or read, medians of `runs`}], "template": MiB}`.
+/// Starts `clones` clones, and as many booted VMs. Returns `{"vms": [{"vm", "start" (ms), "pss" and "used" (MiB for each)}], "devices":
+/// [{"devices", "ready" (ms), "bound" (microseconds, in the guest), "pss", "used"}], "loops": [{"vm", ...: nanoseconds for each page or
+/// read, medians of `runs` alternating runs}], "template": MiB}`.
 ///
 /// # Panics
 /// If anything fails, because there is no figure then.
 pub fn measure(clones: usize, runs: usize) -> Value {
-    let huge = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-    if let Err(error) = fs::write(huge, "advise") {
-        eprintln!("no huge pages for memfds: {huge}: {error}");
-    }
     let devices = [false, true].map(|late| measure_devices(late, clones));
     let (agent, saved) = saved_guest(GuestFiles::with_agent());
     let template = fs::metadata(saved.join("memory")).expect("the template's memory").blocks() as f64 * 512.0 / MIB;
-    let idle: Vec<Value> = [None]
-        .into_iter()
-        .chain(KINDS.map(Some))
-        .map(|kind| {
-            let copy = sparse_copy(&saved);
-            measure_idle(&agent.describe(1), kind.map(|kind| (kind, &copy)), clones)
-        })
-        .collect();
+    let copy = sparse_copy(&saved);
+    let vms = [None, Some(&copy)].map(|saved| measure_idle(&agent.describe(1), saved, clones));
     let (commands, saved) = saved_guest(GuestFiles::with_commands(&std::env::temp_dir()));
-    let subjects: Vec<_> = [None].into_iter().chain(KINDS.map(Some)).collect();
-    let mut samples = vec![vec![Vec::new(); LOOPS.len()]; subjects.len()];
+    let copy = sparse_copy(&saved);
+    let subjects = [None, Some(&copy)];
+    let mut samples = subjects.map(|_| LOOPS.map(|_| Vec::new()));
     for _ in 0..runs {
-        for (subject, samples) in subjects.iter().zip(&mut samples) {
-            let copy = sparse_copy(&saved);
-            let mut vm = start(&commands.describe(1), subject.map(|kind| (kind, &copy)));
+        sparse_copy(&saved);
+        for (saved, samples) in subjects.iter().zip(&mut samples) {
+            let mut vm = start(&commands.describe(1), *saved);
             for ((_, command), samples) in LOOPS.iter().zip(samples) {
                 samples.push(parse_number(&vm.send_command(command)));
             }
         }
     }
-    let loops: Vec<Value> = subjects
-        .iter()
-        .zip(&samples)
-        .map(|(subject, samples)| {
-            let mut row = serde_json::Map::from_iter([("memory".to_owned(), json!(name(*subject)))]);
-            let medians =
-                LOOPS.iter().zip(samples).map(|((name, _), samples)| ((*name).to_owned(), json!(median(samples))));
-            row.extend(medians);
-            Value::Object(row)
-        })
-        .collect();
-    json!({"clones": idle, "devices": devices, "loops": loops, "template": template})
+    let row = |(saved, samples): (&Option<&PathBuf>, &[Vec<f64>; LOOPS.len()])| {
+        let medians =
+            LOOPS.iter().zip(samples).map(|((name, _), samples)| ((*name).to_owned(), json!(median(samples))));
+        Value::Object([("vm".to_owned(), json!(name(*saved)))].into_iter().chain(medians).collect())
+    };
+    let loops: Vec<Value> = subjects.iter().zip(&samples).map(row).collect();
+    json!({"vms": vms, "devices": devices, "loops": loops, "template": template})
 }
 
-type Kind = (&'static str, SavedContent, HostPages);
-
-fn name(kind: Option<Kind>) -> &'static str {
-    kind.map_or("booted", |(name, ..)| name)
+fn name(saved: Option<&PathBuf>) -> &'static str {
+    if saved.is_some() { "clone" } else { "booted" }
 }
 
 /// Boots the guest and saves it.
@@ -150,24 +125,19 @@ fn memory_of_each(vms: &[BenchVm], before: memory::NodeMemory) -> Memory {
     Memory { pss: each(pss), used: each(used) }
 }
 
-fn start(vm: &VmDescription, kind: Option<(Kind, &PathBuf)>) -> BenchVm {
-    let vm = match kind {
-        None => vm.clone(),
-        Some(((_, content, pages), saved)) => {
-            let asked = vm.initrd != path_from_env("NACELLE_INITRD");
-            VmDescription { from: Some(saved.clone()), asked, saved_memory: Some((content, pages)), ..vm.clone() }
-        }
-    };
-    BenchVm::start(Vmm::Ours, &vm)
+/// Boots the VM, or restores it.
+fn start(vm: &VmDescription, saved: Option<&PathBuf>) -> BenchVm {
+    let asked = saved.is_some() && vm.initrd != path_from_env("NACELLE_INITRD");
+    BenchVm::start(Vmm::Ours, &VmDescription { from: saved.cloned(), asked, ..vm.clone() })
 }
 
-fn measure_idle(vm: &VmDescription, kind: Option<(Kind, &PathBuf)>, clones: usize) -> Value {
+fn measure_idle(vm: &VmDescription, saved: Option<&PathBuf>, number: usize) -> Value {
     std::thread::sleep(SETTLE_TIME);
     let before = memory::node_memory_in_use();
-    let vms: Vec<BenchVm> = (0..clones).map(|_| start(vm, kind)).collect();
+    let vms: Vec<BenchVm> = (0..number).map(|_| start(vm, saved)).collect();
     let Memory { pss, used } = memory_of_each(&vms, before);
-    let restore = median(&vms.iter().map(|vm| vm.timeline.total).collect::<Vec<_>>());
-    let row = json!({"memory": name(kind.map(|kind| kind.0)), "restore": restore, "pss": pss, "used": used});
+    let start = median(&vms.iter().map(|vm| vm.timeline.total).collect::<Vec<_>>());
+    let row = json!({"vm": name(saved), "start": start, "pss": pss, "used": used});
     eprintln!("{row}");
     row
 }

@@ -74,7 +74,6 @@ impl GuestFiles {
             asked: false,
             from: None,
             template: false,
-            saved_memory: None,
             directory: self.directory.path().to_owned(),
         }
     }

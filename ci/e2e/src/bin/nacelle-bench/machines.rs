@@ -5,7 +5,6 @@ use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
-use nacelle_vmm::machine::{HostPages, SavedContent};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::time::{ClockId, clock_gettime};
 use prost::Message;
@@ -51,8 +50,6 @@ pub struct VmDescription {
     pub from: Option<PathBuf>,
     /// Clones may have more disks and interfaces than this VM (ours only).
     pub template: bool,
-    /// The kind of memory of a restored VM.
-    pub saved_memory: Option<(SavedContent, HostPages)>,
     /// A directory of the VM's own.
     pub directory: PathBuf,
 }
@@ -223,10 +220,7 @@ pub fn run_vm_child(description: &str) -> ExitCode {
         guest_cid: 3,
         shares: Vec::new(),
     };
-    let engine = match description.saved_memory {
-        Some((content, pages)) => KvmEngine::with_saved_memory(content, pages),
-        None => KvmEngine::new(),
-    };
+    let engine = KvmEngine::new();
     let spec = spec.check(&engine.limits()).expect("a good description");
     let pausable = "a VM that can be paused";
     let machine = match &description.from {
