@@ -90,8 +90,8 @@ pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
     directory.commit()
 }
 
-/// Writes the snapshot of a paused VM to `files`, which must be writable; earlier content is lost. After an error they hold no snapshot.
-/// The VM stays paused.
+/// Writes the snapshot of a paused VM to `files`, which must be writable; earlier content is lost, so no VM may run from them. After an
+/// error they hold no snapshot. The VM stays paused.
 pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
     let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();

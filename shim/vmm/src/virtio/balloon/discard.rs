@@ -2,9 +2,9 @@
 //! - private anonymous memory: MADV_DONTNEED; the guest later reads zeros;
 //! - a shared mapping (memfd, shared hugetlb): MADV_REMOVE, which frees the memory in every process that maps it; the guest
 //!   later reads zeros;
-//! - a private mapping of a snapshot's file (the parts with data of a restored VM): MADV_DONTNEED frees the copies that the guest has made. The guest later reads the
-//!   file's bytes, which virtio allows (without VIRTIO_BALLOON_F_PAGE_POISON the driver expects no particular content). They
-//!   are no secret to the guest: they were its memory when it was restored.
+//! - a private mapping of a snapshot's file (the parts with data of a restored VM): MADV_DONTNEED frees the copies that the
+//!   guest has made. The guest later reads the file's bytes, which virtio allows (without VIRTIO_BALLOON_F_PAGE_POISON the
+//!   driver expects no particular content). They are no secret to the guest: they were its memory when it was restored.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::BalloonMetrics;
