@@ -41,8 +41,8 @@ pub enum MemoryResizeError {
         /// The system call's error.
         source: io::Error,
     },
-    /// The reserve is smaller.
-    #[error("cannot bring {requested} bytes of the reserve online: it has {reserve_bytes}, in blocks of {block}")]
+    /// The hot-plug memory is smaller, or does not consist of whole blocks.
+    #[error("cannot bring {requested} bytes of hot-plug memory online: it has {reserve_bytes}, in blocks of {block}")]
     Size {
         /// The requested bytes.
         requested: u64,
@@ -98,6 +98,24 @@ struct BlockFiles {
     timeout: Duration,
 }
 
+/// What the kernel uses a block for, as the kernel names it.
+#[derive(Clone, Copy, Debug)]
+enum Zone {
+    /// Everything. The block may stay in use for ever.
+    Kernel,
+    /// Pages that it can move away again.
+    Movable,
+}
+
+impl Zone {
+    fn state(self) -> &'static str {
+        match self {
+            Zone::Kernel => "online_kernel",
+            Zone::Movable => "online_movable",
+        }
+    }
+}
+
 /// A memory block, by its number. All have the same size.
 #[derive(Clone, Copy, Debug)]
 struct Block {
@@ -121,6 +139,28 @@ impl HotplugMemory {
     /// The memory of the node, which is not changed.
     pub fn of_node() -> HotplugMemory {
         HotplugMemory { files: None, resize_lock: Mutex::default() }
+    }
+
+    /// Brings hot-plug memory online that stays so for the life of the VM, as if the VM had booted with it: the kernel uses it for
+    /// everything, not only for what it can move. The ranges must consist of whole blocks.
+    pub fn add(&self, ranges: &[Range<u64>]) -> Result<(), MemoryResizeError> {
+        let files = self.files.as_ref().ok_or(MemoryResizeError::OfNode)?;
+        let _lock = self.resize_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        let block = files.read_block_size()?;
+        let requested: u64 = ranges.iter().map(|range| range.end.saturating_sub(range.start)).sum();
+        let blocks: Vec<Block> = ranges.iter().flat_map(|range| blocks_within(range, block)).collect();
+        let whole = u64::try_from(blocks.len()).unwrap_or(u64::MAX).saturating_mul(block);
+        if whole != requested {
+            return Err(MemoryResizeError::Size { requested, reserve_bytes: whole, block });
+        }
+        for block in blocks {
+            files.bring_online(block, Zone::Kernel)?;
+        }
+        tracing::info!(bytes = requested, "added memory");
+        Ok(())
     }
 
     /// Brings the first `requested` bytes of the reserve online, in whole blocks, and all others offline. Returns the bytes that are
@@ -200,11 +240,16 @@ impl BlockFiles {
     }
 
     fn set_block_online(&self, block: Block, online: bool, deadline: Instant) -> Result<(), MemoryResizeError> {
+        if online {
+            return self.bring_online(block, Zone::Movable);
+        }
+        let failed = |source| MemoryResizeError::Switch { what: "free", address: block.address(), source };
+        take_offline(&self.state_path(block), deadline).map_err(failed)
+    }
+
+    fn bring_online(&self, block: Block, zone: Zone) -> Result<(), MemoryResizeError> {
         let address = block.address();
         let failed = |what| move |source| MemoryResizeError::Switch { what, address, source };
-        if !online {
-            return take_offline(&self.state_path(block), deadline).map_err(failed("free"));
-        }
         // A block that was added stays known to the kernel, online or offline.
         if !self.state_path(block).exists() {
             let path = self.blocks.join("probe");
@@ -218,8 +263,7 @@ impl BlockFiles {
         if self.is_online(block) {
             return Ok(());
         }
-        // "movable": the kernel puts no pages there that cannot be moved away again.
-        write_once(&self.state_path(block), "online_movable").map_err(failed("use"))
+        write_once(&self.state_path(block), zone.state()).map_err(failed("use"))
     }
 }
 
@@ -341,6 +385,22 @@ mod tests {
         }
         assert_eq!(fake.memory.set_online_bytes(&[], 0).unwrap(), 0);
         assert!(fake.memory.set_online_bytes(&[], 1).is_err());
+    }
+
+    #[test]
+    fn added_memory_is_used_for_everything() {
+        let fake = guest(&["offline\n"; 3], 1 << 20);
+        fake.memory.add(std::slice::from_ref(&(2 * BLOCK..4 * BLOCK))).unwrap();
+        assert_eq!(fake.now(), ["online_kernel", "online_kernel", "offline"]);
+        // It stays as it is when the reserve behind it changes.
+        assert_eq!(fake.memory.set_online_bytes(&RESERVE[1..], BLOCK).unwrap(), BLOCK);
+        assert_eq!(fake.now(), ["online_kernel", "online_kernel", "online_movable"]);
+        fake.memory.add(&[]).unwrap();
+        let error = fake.memory.add(&RESERVE).unwrap_err();
+        assert!(matches!(error, MemoryResizeError::Size { block: BLOCK, .. }), "{error}");
+        fake.break_block(3);
+        let error = fake.memory.add(std::slice::from_ref(&(3 * BLOCK..4 * BLOCK))).unwrap_err();
+        assert!(matches!(error, MemoryResizeError::Switch { what: "use", .. }), "{error}");
     }
 
     #[test]

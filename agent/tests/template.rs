@@ -8,7 +8,9 @@ mod machine;
 use machine::{Guest, LIMIT, config, console, furnish, handshake, needs, place, spec};
 use nacelle_agent::frame;
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{Engine, KvmVerdict, Machine, NicSpec, Restorer, SnapshotDirectory, SnapshotFiles, probe_kvm};
+use nacelle_engine::{
+    Engine, KvmVerdict, Machine, NicSpec, Restorer, SnapshotDirectory, SnapshotFiles, probe_kvm, read_snapshot,
+};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::{AgentHello, BootConfig, RenewRequest};
 use nacelle_proto::common::{Empty, Interface};
@@ -36,7 +38,8 @@ fn restore(from: &Path, files: &TempDir, vcpus: u8, mac: u8) -> (Box<dyn Machine
     let tap = tap::create(&here, &format!("clone{mac}")).unwrap().fd;
     let nic = NicSpec { tap, more_queues: Vec::new(), dhcp: None, mac: [2, 0, 0, 0, 0, mac], mtu: 1400 };
     let spec = spec(needs().unwrap(), directory.path(), vcpus, vec![nic]);
-    (engine.restore(spec.check(&engine.limits()).unwrap(), SnapshotFiles::open(from).unwrap()).unwrap(), directory)
+    let saved = read_snapshot(SnapshotFiles::open(from).unwrap()).unwrap();
+    (engine.restore(spec.check(&engine.limits()).unwrap(), saved).unwrap(), directory)
 }
 
 /// What a container of a guest sees.

@@ -4,7 +4,10 @@
 use hyper_util::rt::TokioIo;
 use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::node::node_server::{Node, NodeServer};
-use nacelle_proto::node::{LoadImagesRequest, LoadImagesResponse};
+use nacelle_proto::node::{
+    BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse, ListTemplatesRequest,
+    ListTemplatesResponse, LoadImagesRequest, LoadImagesResponse,
+};
 use std::io;
 use tokio::io::DuplexStream;
 use tonic::transport::{Endpoint, Uri};
@@ -16,6 +19,27 @@ struct Answers;
 impl Node for Answers {
     async fn load_images(&self, _: Request<LoadImagesRequest>) -> Result<Response<LoadImagesResponse>, Status> {
         Ok(Response::new(LoadImagesResponse::default()))
+    }
+
+    async fn list_templates(
+        &self,
+        _: Request<ListTemplatesRequest>,
+    ) -> Result<Response<ListTemplatesResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
+    }
+
+    async fn build_templates(
+        &self,
+        _: Request<BuildTemplatesRequest>,
+    ) -> Result<Response<BuildTemplatesResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
+    }
+
+    async fn drop_templates(
+        &self,
+        _: Request<DropTemplatesRequest>,
+    ) -> Result<Response<DropTemplatesResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
     }
 }
 

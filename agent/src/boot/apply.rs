@@ -1,7 +1,7 @@
-//! Applies a `BootConfig`: clock, random pool, devices, user namespace, host name, network, sysctls, and the pod's files in /etc.
+//! Applies a `BootConfig`: clock, random pool, memory, devices, user namespace, host name, network, sysctls, and the pod's files in /etc.
 
 use ipnet::IpNet;
-use nacelle_proto::agent::{BootConfig, UserNamespace};
+use nacelle_proto::agent::{BootConfig, MemoryRange, UserNamespace};
 use nacelle_proto::common::{Dns, Interface, Neighbour, Route};
 use nix::sched::{CloneFlags, setns};
 use std::fs;
@@ -15,6 +15,7 @@ use super::mounts::unmount_sysfs;
 use super::netlink::{
     LinkChange, NetlinkSocket, NetworkLink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link,
 };
+use crate::memory::HotplugMemory;
 use crate::userns::UserNs;
 
 /// The sysctl of the UTS namespace, which only the first root of the kernel may write.
@@ -24,9 +25,16 @@ const DOMAIN_NAME: &str = "kernel.domainname";
 pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
     set_clock(config.time_unix_nanos)?;
     add_entropy(&config.entropy)?;
+    add_memory(&config.added_memory)?;
     adopt_devices()?;
     unmount_sysfs()?;
     apply_to_pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
+}
+
+fn add_memory(ranges: &[MemoryRange]) -> Result<(), BootError> {
+    let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
+    let ranges: Vec<_> = ranges.iter().map(range).collect();
+    HotplugMemory::of_guest().add(&ranges).map_err(|source| BootError::Memory { source })
 }
 
 /// Applies what concerns the pod alone: user namespace, host name, network, sysctls. `with` are the kinds of further namespaces

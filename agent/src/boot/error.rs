@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::ports::HANDSHAKE_PORT;
 use crate::frame::AgentFrameError;
+use crate::memory::MemoryResizeError;
 
 /// Reasons the guest cannot be configured.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +21,8 @@ pub enum BootError {
     Unmount { path: &'static str, source: nix::Error },
     #[error("cannot bind the driver to the device {name}")]
     Bind { name: String, source: io::Error },
+    #[error("cannot use all memory of the VM")]
+    Memory { source: MemoryResizeError },
     #[error("cannot leave the node's namespaces")]
     Namespaces { source: nix::Error },
     #[error("cannot create the device {path}")]

@@ -132,6 +132,17 @@ impl TestNode {
         command.args(words).stdin(Stdio::null());
         self.daemon = Some(self.spawn(command));
         self.wait_until_answering();
+        if engine() == "kvm" {
+            // Otherwise the first pods would boot beside the template.
+            self.templates(&["build"]).ok();
+        }
+    }
+
+    /// Runs `nacelle templates`.
+    pub fn templates(&self, arguments: &[&str]) -> ProgramOutput {
+        let mut command = Command::new(crate::path_from_env("NACELLE_BIN"));
+        command.args(["templates", "--config"]).arg(self.directory.join("config.toml")).args(arguments);
+        run(&mut command)
     }
 
     /// Like `start`, by a service manager.
@@ -214,7 +225,7 @@ impl TestNode {
         self.pids_matching(match engine().as_str() {
             "qemu" => "qemu",
             "host" => "nacelle-agent --host ",
-            _ => "nacelle-pod ",
+            _ => "nacelle-pod --dir ",
         })
     }
 

@@ -118,7 +118,7 @@ fn a_file_claim_survives_the_death_of_the_processes_that_use_it() {
     };
     // The keeper's command line also names QEMU, but not its disks.
     assert_eq!(node.pids_matching("-blockdev").len(), 1, "one machine");
-    let pods = node.pids_matching("nacelle-pod ");
+    let pods = node.pids_matching("nacelle-pod --dir ");
     assert_eq!(pods.len(), 1, "one pod");
     run_program("kill", ["-9", &pods[0].to_string()]).ok();
     node.kill();

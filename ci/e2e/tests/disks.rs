@@ -150,7 +150,7 @@ fn an_empty_dir_on_a_disk_of_the_vm_has_a_quota() {
     assert_eq!(sleeper.exec("cat /cache/file /cache/first").ok(), "word\nof the first");
     // A sandbox that dies leaves the data that were synced.
     sleeper.exec("echo kept >/cache/second && sync && echo lost, perhaps >/cache/third").ok();
-    for pid in node.pids_matching("nacelle-pod ") {
+    for pid in node.pids_matching("nacelle-pod --dir ") {
         run_program("kill", ["-9", &pid.to_string()]);
     }
     eventually("the pod is not ready", || (second.inspect()["status"]["state"] == "SANDBOX_NOTREADY").then_some(()));

@@ -128,8 +128,12 @@ fn deleted_files_of_a_root_free_space_in_the_guest_and_on_the_node() {
     let open = |pid| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().map(|file| file.path());
     let is_disk =
         |path: &PathBuf| fs::read_link(path).is_ok_and(|file| file.to_string_lossy().contains(".ext4 (deleted)"));
-    let disk =
-        node.pids_matching("nacelle-pod ").into_iter().flat_map(open).find(is_disk).expect("the pod's disk is open");
+    let disk = node
+        .pids_matching("nacelle-pod --dir ")
+        .into_iter()
+        .flat_map(open)
+        .find(is_disk)
+        .expect("the pod's disk is open");
     let taken = || fs::metadata(&disk).expect("it stays open").blocks() / 2;
     let before = taken();
     one.exec("dd if=/dev/urandom of=/much bs=1M count=24; mkdir /many; for n in $(seq 300); do echo $n >/many/$n; done; sync").ok();

@@ -90,7 +90,7 @@ fn a_killed_pod_process_without_a_guest_leaves_nothing() {
     let container = pod.start(ContainerRequest::sh("c", &image, &format!("{marker} & {marker} & echo up; wait")));
     container.wait_for_output("up");
     assert!(node.pids_matching("nacelle-agent --host ").len() > 1, "the agent and its zygote");
-    for pid in node.pids_matching("nacelle-pod ") {
+    for pid in node.pids_matching("nacelle-pod --dir ") {
         run_program("kill", ["-9", &pid.to_string()]).ok();
     }
     let ended = container.wait_for_exit();
@@ -381,7 +381,7 @@ fn failed_or_orphaned_volumes_leave_no_mounts() {
     let container = pod.start(propagation_container(&image, &shared));
     container.wait_for_output("up");
     assert_eq!(all(), before);
-    for pid in node.pids_matching("nacelle-pod ") {
+    for pid in node.pids_matching("nacelle-pod --dir ") {
         run_program("kill", ["-9", &pid.to_string()]).ok();
     }
     container.wait_for_exit();

@@ -23,7 +23,7 @@ fn read_proc_status(path: &Path) -> BTreeMap<String, String> {
 
 /// Returns the /proc directory of the only pod process.
 fn pod_process_directory(node: &TestNode) -> PathBuf {
-    let pids = node.pids_matching("nacelle-pod ");
+    let pids = node.pids_matching("nacelle-pod --dir ");
     assert_eq!(pids.len(), 1);
     PathBuf::from(format!("/proc/{}", pids[0]))
 }
@@ -93,7 +93,7 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
     }
     // Its user belongs to no other pod, and its files belong to that user.
     let other = node.crictl.run_pod(PodRequest::new("other", node.directory()));
-    let users: BTreeSet<u32> = node.pids_matching("nacelle-pod ").iter().map(|pid| only_user(*pid)).collect();
+    let users: BTreeSet<u32> = node.pids_matching("nacelle-pod --dir ").iter().map(|pid| only_user(*pid)).collect();
     if engine() == "host" {
         assert_eq!(users, BTreeSet::from([0]));
     } else {
@@ -143,7 +143,7 @@ fn the_processes_of_a_machine_pod_have_a_user_of_their_own() {
         let pod = node.crictl.run_pod_with_handler("vm", annotated_pod(&node, "db", &vm));
         let container = pod.start(machine_container(&image, run - 1));
         container.wait_for_output(&format!("boot {run}\n"));
-        let [process, keeper, qemu] = ["nacelle-pod ", "nacelle-keeper ", " -uuid "].map(|word| {
+        let [process, keeper, qemu] = ["nacelle-pod --dir ", "nacelle-keeper ", " -uuid "].map(|word| {
             let pids = node.pids_matching(word);
             assert_eq!(pids.len(), 1, "{word}");
             pids[0]

@@ -28,7 +28,7 @@ fn a_restart_under_a_service_manager_only_delays_requests() {
     };
     assert_eq!(notification_value(&manager.wait_for_notification("STATUS=serving CRI; pods: 1"), "WATCHDOG"), "1");
     let environment = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap_or_default();
-    for pid in node.pids_matching("nacelle-pod ") {
+    for pid in node.pids_matching("nacelle-pod --dir ") {
         let variables = environment(pid);
         assert!(!variables.contains("NOTIFY_SOCKET") && !variables.contains("LISTEN_"), "{variables}");
     }

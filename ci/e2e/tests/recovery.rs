@@ -148,7 +148,7 @@ fn a_dead_vm_is_reported_and_its_pod_can_be_removed() {
     let node = TestNode::new();
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     // With our own VMM both are one process.
-    let victims: [fn(&TestNode) -> Vec<i32>; 2] = [TestNode::vm_pids, |node| node.pids_matching("nacelle-pod ")];
+    let victims: [fn(&TestNode) -> Vec<i32>; 2] = [TestNode::vm_pids, |node| node.pids_matching("nacelle-pod --dir ")];
     for processes in victims {
         let (other, neighbour) = pod_with_sleeper(&node, &image, "other");
         let spared = processes(&node);
@@ -228,7 +228,7 @@ fn pods_end_if_the_run_directory_is_lost_while_there_is_no_daemon() {
         let container = pod.start(ContainerRequest::sh("sleeper", &image, "sleep 604857"));
         (pod.id.clone(), container.id.clone())
     };
-    assert!(!node.pids_matching("nacelle-pod ").is_empty() && !node.vm_pids().is_empty());
+    assert!(!node.pids_matching("nacelle-pod --dir ").is_empty() && !node.vm_pids().is_empty());
     node.kill();
     remove_run_directory(&node);
     node.start();

@@ -189,7 +189,7 @@ fn invalid_shared_directories_are_refused_and_shares_end_with_their_processes() 
         pod.id.clone()
     };
     node.kill();
-    let pods = node.pids_matching("nacelle-pod ");
+    let pods = node.pids_matching("nacelle-pod --dir ");
     assert_eq!(pods.len(), 1, "one pod");
     run_program("kill", ["-9", &pods[0].to_string()]).ok();
     for word in ["-blockdev", "nacelle-fs"] {

@@ -187,7 +187,7 @@ fn dead_pods_and_containers_are_stopped_and_removed_without_an_error() {
                 for (before, after) in [(400, 0), (5, 0), (0, 0), (0, 20)] {
                     let name = format!("{request:?}-{process}-{before}-{after}").to_lowercase();
                     let running = StubbornPod::start(&node, &image, &name).await;
-                    let victims = if process { node.pids_matching("nacelle-pod ") } else { node.vm_pids() };
+                    let victims = if process { node.pids_matching("nacelle-pod --dir ") } else { node.vm_pids() };
                     assert!(!victims.is_empty(), "{name}");
                     let die = || {
                         for pid in &victims {

@@ -94,7 +94,7 @@ fn a_cpuset_of_the_node_is_honoured() {
         }
         return pod.remove();
     }
-    let machine = || thread_affinities(node.pids_matching("nacelle-pod "));
+    let machine = || thread_affinities(node.pids_matching("nacelle-pod --dir "));
     assert_eq!(machine(), BTreeSet::from([first.clone()]));
     // A container without CPU pinning shares the VM.
     let other = pod.start(ContainerRequest::sh("d", &image, "sleep 600"));
@@ -189,7 +189,7 @@ fn vm_memory_mib(node: &TestNode) -> u64 {
     };
     let bytes: u64 = match engine().as_str() {
         "qemu" => node.pids_matching("qemu-system").into_iter().map(of_file).sum(),
-        _ => node.pids_matching("nacelle-pod ").into_iter().map(anonymous).sum(),
+        _ => node.pids_matching("nacelle-pod --dir ").into_iter().map(anonymous).sum(),
     };
     bytes >> 20
 }

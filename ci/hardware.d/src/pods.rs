@@ -110,6 +110,7 @@ impl PodFactory {
             kernel: self.kernel.clone(),
             initrd: self.initrd.clone(),
             kernel_args: Vec::new(),
+            template: None,
             network: None,
             hostname: format!("pod-{number}"),
             sysctls: Default::default(),

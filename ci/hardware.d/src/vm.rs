@@ -221,7 +221,7 @@ fn start_vm(description: &VmParameters, vsock: &Vsock, console: &Arc<Mutex<Guest
     };
     let mut builder = match (&saved, &memory_file) {
         (Some(saved), _) => saved.builder(),
-        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), file),
+        (None, Some(file)) => VmBuilder::with_saved_memory(vm_config(description), 0, file),
         (None, None) => VmBuilder::new(vm_config(description)),
     }
     .context("cannot create a VM")?;

@@ -2,6 +2,7 @@
 
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::Node;
+use crate::lifecycle::template::{TemplateEntry, TemplateKey, TemplateState};
 use nacelle_base::FailureKind;
 use nacelle_image::Reference;
 use nacelle_proto::node;
@@ -43,5 +44,82 @@ impl node::node_server::Node for NodeService {
             .map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names })
             .collect();
         Ok(Response::new(node::LoadImagesResponse { images }))
+    }
+
+    async fn list_templates(
+        &self,
+        _: Request<node::ListTemplatesRequest>,
+    ) -> Result<Response<node::ListTemplatesResponse>, Status> {
+        Ok(Response::new(self.node.templates().look(|catalogue| node::ListTemplatesResponse {
+            templates: catalogue.entries().map(|(key, entry)| template(key, entry)).collect(),
+            hits: catalogue.hits,
+            misses: catalogue.misses.iter().map(|(reason, count)| (reason.to_string(), *count)).collect(),
+        })))
+    }
+
+    async fn build_templates(
+        &self,
+        request: Request<node::BuildTemplatesRequest>,
+    ) -> Result<Response<node::BuildTemplatesResponse>, Status> {
+        let handler = request.into_inner().handler;
+        if !handler.is_empty() && !self.node.services().config.handlers.contains_key(&handler) {
+            return Err(refuse(FailureKind::NotFound, &format!("there is no handler {handler:?}")));
+        }
+        let only = Some(handler.as_str()).filter(|handler| !handler.is_empty());
+        let built = self.node.build_templates_now(only).await.map_err(status)?;
+        let keys = built.into_iter().map(|(key, state)| match state {
+            Some(TemplateState::Ready { .. }) => Ok(key.to_string()),
+            Some(TemplateState::Failed { why, .. }) => {
+                Err(refuse(FailureKind::Conflict, &format!("template {key} cannot be built: {why}")))
+            }
+            _ => Err(refuse(FailureKind::Conflict, &format!("template {key} was dropped, or too many are wanted"))),
+        });
+        Ok(Response::new(node::BuildTemplatesResponse { keys: keys.collect::<Result<_, _>>()? }))
+    }
+
+    async fn drop_templates(
+        &self,
+        request: Request<node::DropTemplatesRequest>,
+    ) -> Result<Response<node::DropTemplatesResponse>, Status> {
+        let key = request.into_inner().key;
+        let templates = self.node.templates();
+        let named = match key.as_str() {
+            "" => templates.look(|catalogue| catalogue.entries().map(|(key, _)| key.clone()).collect()),
+            text => vec![TemplateKey::parse(text).ok_or_else(|| {
+                refuse(FailureKind::Invalid, &format!("key is {text:?}: 16 hexadecimal digits are needed"))
+            })?],
+        };
+        let mut keys = Vec::new();
+        for named in named {
+            if templates.drop_template(&named).await {
+                keys.push(named.to_string());
+            }
+        }
+        if keys.is_empty() && !key.is_empty() {
+            return Err(refuse(FailureKind::NotFound, &format!("there is no template {key}")));
+        }
+        Ok(Response::new(node::DropTemplatesResponse { keys }))
+    }
+}
+
+fn template(key: &TemplateKey, entry: &TemplateEntry) -> node::Template {
+    let shape = &entry.content.shape;
+    let (state, bytes) = match &entry.state {
+        TemplateState::Wanted => ("wanted".to_owned(), 0),
+        TemplateState::Building => ("building".to_owned(), 0),
+        TemplateState::Ready { bytes } => ("ready".to_owned(), *bytes),
+        TemplateState::Failed { why, .. } => (format!("failed: {why}"), 0),
+    };
+    node::Template {
+        key: key.to_string(),
+        state,
+        vcpus: shape.vcpus,
+        max_vcpus: shape.max_vcpus,
+        memory_mib: shape.memory_mib,
+        namespace: entry.content.namespace.clone().unwrap_or_default(),
+        kernel: shape.kernel.display().to_string(),
+        kernel_args: shape.kernel_args.clone(),
+        bytes,
+        uses: entry.uses,
     }
 }

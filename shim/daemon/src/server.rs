@@ -6,6 +6,7 @@ use crate::cri::Cri;
 use crate::deadline::DeadlineLayer;
 use crate::grpc_connection::GrpcConnection;
 use crate::lifecycle::services::{Networks, Pods};
+use crate::lifecycle::template::Templates;
 use crate::lifecycle::{EngineChoice, Events, Node, NodeServices};
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
@@ -56,6 +57,8 @@ pub struct DaemonSetup {
     pub networks: Arc<dyn Networks>,
     /// The program that decodes layers of images.
     pub unpack: PathBuf,
+    /// The program that runs pods and builds templates.
+    pub pod_program: PathBuf,
     /// Observes each commit of the state store.
     pub observer: Option<CommitObserver>,
     /// The events of pods and containers.
@@ -127,7 +130,7 @@ impl Classify for ServeError {
 
 /// Opens the stores and recovers the node's pods.
 pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
-    let DaemonSetup { config, engine, pods, networks, unpack, observer, events } = setup;
+    let DaemonSetup { config, engine, pods, networks, unpack, pod_program, observer, events } = setup;
     let opened_config = config.clone();
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &opened_config.paths;
@@ -150,11 +153,12 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
         }
         let images = open_images(&opened_config, &unpack)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
-        Ok((store, contents, images, vms, locks, events))
+        let templates = Templates::open(&opened_config, pod_program)?;
+        Ok((store, contents, images, vms, templates, locks, events))
     });
-    let (store, contents, images, vms, locks, events) = opened.await??;
+    let (store, contents, images, vms, templates, locks, events) = opened.await??;
     let cidrs = RwLock::new(Vec::new());
-    let services = NodeServices { config, engine, store, images, vms, pods, networks, cidrs, events, locks };
+    let services = NodeServices { config, engine, store, images, vms, templates, pods, networks, cidrs, events, locks };
     Ok(Node::recover(services, contents).await)
 }
 
@@ -246,6 +250,8 @@ pub async fn serve(
     let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
     let _owed_deletes = AbortOnDropHandle::new(tokio::spawn(retry_owed_deletes(node.clone())));
     let _networks = AbortOnDropHandle::new(tokio::spawn(collect_networks(node.clone())));
+    let building = node.clone();
+    let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();
     let supervisor = Arc::new(supervisor);

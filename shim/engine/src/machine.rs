@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nacelle_vmm::snapshot::SnapshotFiles;
+use nacelle_vmm::snapshot::{Snapshot, SnapshotFiles};
 
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
 
@@ -38,18 +38,18 @@ pub trait Restorer {
     /// Starts a machine as [`Engine::start`] does, from whose snapshots machines with more devices can be restored.
     fn start_template(&self, spec: CheckedSpec) -> Result<Box<dyn Machine>, EngineError>;
 
-    /// Restores the machine that was saved to the files `from` (see [`Snapshottable::save`]), with disks, interfaces
-    /// and a console of its own. The `spec` must have the same number of vCPUs, the same memory, and disks and interfaces
+    /// Restores the machine that was saved (see [`Snapshottable::save`], [`read_snapshot`](crate::read_snapshot())), with disks,
+    /// interfaces and a console of its own. The `spec` must have the same number of vCPUs, the same memory, and disks and interfaces
     /// of the same kinds in the same order as the saved machine; its kernel, initrd and parameters are not used, because
-    /// the guest runs already. If the saved machine was started as a template, the `spec` may have further devices
-    /// behind the saved ones: the guest must then bind its driver to their windows. The agent does so when it is configured, and
-    /// not later. The content of the files must not change as long as the machine lives; any number of
+    /// the guest runs already. If the saved machine was started as a template, the `spec` may have more hot-plug memory, and further
+    /// devices behind the saved ones: the guest must then bind its driver to their windows. The agent does so when it is configured,
+    /// and not later. The content of the files must not change as long as the machine lives; any number of
     /// machines may be restored from them.
     ///
     /// The machine is paused: [`Pausable::resume`] runs it, after the images of its disks were placed again. Its guest then
     /// finds its connections reset and its listening ports open, its clock at the time of the snapshot, and the same random
     /// numbers as every other machine of this snapshot: the caller must set its time and add entropy before anything else.
-    fn restore(&self, spec: CheckedSpec, from: SnapshotFiles) -> Result<Box<dyn Machine>, EngineError>;
+    fn restore(&self, spec: CheckedSpec, saved: Snapshot) -> Result<Box<dyn Machine>, EngineError>;
 }
 
 /// A running guest. Dropping it kills the guest, waits for its end and removes what the engine created.

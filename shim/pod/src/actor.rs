@@ -8,7 +8,7 @@ mod containers;
 mod devices;
 
 use crate::agent::Agent;
-use crate::boot::{self, ReadyGuest};
+use crate::boot::{self, ReadyGuest, StartedVm};
 use crate::clock::{self, ClockSteps};
 use crate::container::{self, AttachOutcome, ContainerExit, StartedContainer};
 use crate::copied_volumes::CopiedVolumes;
@@ -19,7 +19,7 @@ use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
 use crate::log::ContainerLog;
 use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
-use crate::memory::{self, RunningVm};
+use crate::memory::{self, MemoryLayout, RunningVm};
 use crate::record::{Phase, SavedPodState};
 use crate::socket_volumes::SocketVolumes;
 use crate::spec::PodSpec;
@@ -123,7 +123,7 @@ struct ContainerEntry {
 /// The progress of the VM from its assembly to its end.
 enum VmStage {
     Assembling,
-    Running { machine: Arc<dyn Machine>, undo: UndoStack },
+    Running { machine: Arc<dyn Machine>, memory: MemoryLayout, undo: UndoStack },
     Gone,
 }
 
@@ -258,11 +258,13 @@ impl PodActor {
             ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),
             ActorRequest::GetContainer(id, reply) => send_reply(reply, self.running_container(&id)),
             ActorRequest::GetVm(reply) => {
-                let machine = match &self.vm {
-                    VmStage::Running { machine, .. } => Ok(Arc::clone(machine)),
+                let vm = match &self.vm {
+                    VmStage::Running { machine, memory, .. } => Ok((Arc::clone(machine), *memory)),
                     VmStage::Assembling | VmStage::Gone => Err(self.unavailable()),
                 };
-                send_reply(reply, self.agent().and_then(|agent| Ok(RunningVm { agent, machine: machine? })));
+                let vm =
+                    self.agent().and_then(|agent| vm.map(|(machine, memory)| RunningVm { agent, machine, memory }));
+                send_reply(reply, vm);
             }
             ActorRequest::GetAgent(reply) => send_reply(reply, self.agent()),
             ActorRequest::StopPod(grace, reply) => {
@@ -325,7 +327,7 @@ impl PodActor {
     }
 
     fn on_assembled(&mut self, vm: AssembledVm) {
-        let AssembledVm { machine, mut exit, incoming, undo, timeline } = vm;
+        let AssembledVm { machine, mut exit, incoming, undo, memory, from_template, timeline } = vm;
         let (events, exit_watch) = (self.events.clone(), exit.clone());
         tokio::spawn(async move {
             if let Ok(exit) = exit.wait_for(Option::is_some).await
@@ -334,9 +336,9 @@ impl PodActor {
                 report(&events, EffectEvent::VmExited(exit));
             }
         });
-        let link = machine.link();
+        let started = StartedVm { incoming, link: machine.link(), exit_watch, memory, from_template };
         let vm = Arc::clone(&machine);
-        self.vm = VmStage::Running { machine, undo };
+        self.vm = VmStage::Running { machine, memory, undo };
         if self.record.phase != Phase::Booting {
             // The pod was stopped while the engine was starting the VM.
             self.clean_up();
@@ -344,9 +346,9 @@ impl PodActor {
         }
         let (spec, network, events) = (Arc::clone(&self.spec), self.network.subscribe(), self.events.clone());
         let handshake = tokio::spawn(async move {
-            let outcome = boot::configure_guest(&spec, incoming, link, exit_watch, network, &timeline).await;
+            let outcome = boot::configure_guest(&spec, started, network, &timeline).await;
             if outcome.is_ok() && vm.as_memory_hotplug().is_some() {
-                memory::release_all_hotplug_memory(vm).await;
+                memory::release_reserve(vm, memory).await;
             }
             report(&events, EffectEvent::HandshakeEnded(outcome));
         });
@@ -451,7 +453,7 @@ impl PodActor {
         match std::mem::replace(&mut self.vm, VmStage::Gone) {
             VmStage::Assembling => self.vm = VmStage::Assembling,
             VmStage::Gone => report(&events, EffectEvent::CleanedUp(Vec::new())),
-            VmStage::Running { machine, undo } => {
+            VmStage::Running { machine, undo, .. } => {
                 tokio::spawn(async move {
                     report(&events, EffectEvent::CleanedUp(teardown::stop_vm(machine, None, undo, &timeouts).await));
                 });

@@ -214,8 +214,7 @@ impl Agent {
         reserve: &[Range<u64>],
         bytes: u64,
     ) -> Result<FromGuest<common::SetMemoryResponse>, PodError> {
-        let range = |range: &Range<u64>| proto::MemoryRange { address: range.start, bytes: range.end - range.start };
-        let request = proto::SetMemoryRequest { reserve: reserve.iter().map(range).collect(), bytes };
+        let request = proto::SetMemoryRequest { reserve: memory_ranges(reserve), bytes };
         self.call("change the memory", self.limit, self.rpc.clone().set_memory(request)).await
     }
 
@@ -364,6 +363,12 @@ pub async fn read_guest_frame<M: Message + Shaped + Default>(
     limit: Duration,
 ) -> Result<FromGuest<M>, PodError> {
     read_frame(stream, what, limit).await.map(FromGuest::new)
+}
+
+/// Converts address ranges of the guest's memory.
+pub fn memory_ranges(ranges: &[Range<u64>]) -> Vec<proto::MemoryRange> {
+    let range = |range: &Range<u64>| proto::MemoryRange { address: range.start, bytes: range.end - range.start };
+    ranges.iter().map(range).collect()
 }
 
 /// Reads one framed message of the daemon or of a pod process.

@@ -5,6 +5,7 @@ use crate::agent::{self, Agent, ExitWatch, read_guest_frame, tokio_stream_of, wr
 use crate::error::PodError;
 use crate::guest_values::{Bounded, FromGuest};
 use crate::machine::{IMAGE_DISK, SCRATCH_DISK, VOLUME_DISK, random};
+use crate::memory::MemoryLayout;
 use crate::spec::PodSpec;
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::{self, Timeline};
@@ -18,6 +19,20 @@ use tokio::sync::watch;
 
 /// The pod's network; `None` until the daemon has sent it.
 pub type NetworkWatch = watch::Receiver<Option<Arc<pod::ConfigureRequest>>>;
+
+/// A VM whose agent has not been configured.
+pub struct StartedVm {
+    /// Accepts the agent's connection for the handshake.
+    pub incoming: Box<dyn LinkListener>,
+    /// The link to the guest.
+    pub link: Arc<dyn GuestLink>,
+    /// Reports how the VM has ended.
+    pub exit_watch: ExitWatch,
+    /// The layout of its memory.
+    pub memory: MemoryLayout,
+    /// The VM was restored from a template, not booted.
+    pub from_template: bool,
+}
 
 /// A guest that is ready for containers.
 pub struct ReadyGuest {
@@ -56,13 +71,12 @@ pub fn check_network(spec: &PodSpec, request: &pod::ConfigureRequest) -> Result<
 /// Waits for the agent and for the network, in any order, then configures the guest.
 pub async fn configure_guest(
     spec: &PodSpec,
-    incoming: Box<dyn LinkListener>,
-    link: Arc<dyn GuestLink>,
-    exit_watch: ExitWatch,
+    vm: StartedVm,
     network: NetworkWatch,
     timeline: &Timeline,
 ) -> Result<ReadyGuest, PodError> {
-    let outcome = handshake(spec, incoming, network, timeline).await;
+    let StartedVm { incoming, link, exit_watch, memory, from_template } = vm;
+    let outcome = handshake(spec, incoming, memory, from_template, network, timeline).await;
     match outcome {
         Ok(response) => Ok(ReadyGuest { agent: Agent::new(link, exit_watch, spec.timeouts.call()), response }),
         // A connection that breaks, or never arrives, usually means that the VM has exited.
@@ -73,7 +87,7 @@ pub async fn configure_guest(
 
 /// Waits for the agent's hello. A connection that ends before the hello was abandoned by the guest because the host was
 /// slow, so the next connection is accepted. After the hello no further connection is accepted.
-async fn accept_hello(
+pub async fn accept_hello(
     mut incoming: Box<dyn LinkListener>,
     limit: Duration,
 ) -> Result<(UnixStream, FromGuest<proto::AgentHello>), PodError> {
@@ -99,6 +113,8 @@ async fn accept_hello(
 async fn handshake(
     spec: &PodSpec,
     incoming: Box<dyn LinkListener>,
+    memory: MemoryLayout,
+    from_template: bool,
     mut network: NetworkWatch,
     timeline: &Timeline,
 ) -> Result<Bounded<pod::ConfigureResponse>, PodError> {
@@ -113,10 +129,11 @@ async fn handshake(
             kernel = hello.kernel_release,
             kernel_ms = millis(hello.started_nanos),
             guest_ms = millis(hello.sent_nanos),
+            from_template,
             "the agent has sent its hello"
         );
-        // An agent that is a process of the node uses the node's clock, so it has no boot steps.
-        if spec.engine.has_disks() {
+        // An agent that is a process of the node uses the node's clock, and one in a clone has booted before, so they have no boot steps.
+        if spec.engine.has_disks() && !from_template {
             timeline.add(hello.boot_steps(timeline::unix_nanos(), spec.timeouts.boot()));
         }
         Ok((stream, hello))
@@ -128,15 +145,19 @@ async fn handshake(
     let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
 
     let step = timeline.begin("configuration of the guest");
-    write_frame(&mut stream, &boot_config(spec, &network)?, spec.timeouts.configure()).await?;
+    write_frame(&mut stream, &boot_config(spec, &network, memory)?, spec.timeouts.configure()).await?;
     let report: FromGuest<proto::BootReport> =
         read_guest_frame(&mut stream, "report", spec.timeouts.configure()).await?;
     report.bound().map_err(|message| PodError::Guest { message })?;
     step.done();
-    Ok(hello.into_response(timeline.steps()))
+    Ok(hello.into_response(timeline.steps(), from_template))
 }
 
-fn boot_config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto::BootConfig, PodError> {
+fn boot_config(
+    spec: &PodSpec,
+    network: &pod::ConfigureRequest,
+    memory: MemoryLayout,
+) -> Result<proto::BootConfig, PodError> {
     let mut entropy = vec![0; 64];
     random(&mut entropy)?;
     let number = |disk: usize| u32::try_from(disk).unwrap_or(u32::MAX);
@@ -159,6 +180,7 @@ fn boot_config(spec: &PodSpec, network: &pod::ConfigureRequest) -> Result<proto:
         volume_disk: number(VOLUME_DISK),
         shm_bytes: spec.shm_bytes,
         user_namespace,
+        added_memory: agent::memory_ranges(&memory.added()),
     })
 }
 
@@ -223,7 +245,9 @@ mod tests {
             }],
             dns: Some(common::Dns { servers: vec!["1.1.1.1".into()], searches: vec!["a".into()], options: vec![] }),
         };
-        let config = boot_config(&spec, &network).unwrap();
+        let memory = MemoryLayout { booted_mib: 256, added_mib: 128, reserve_mib: 128 };
+        let config = boot_config(&spec, &network, memory).unwrap();
+        assert_eq!(config.added_memory, [proto::MemoryRange { address: 256 << 20, bytes: 128 << 20 }]);
         assert_eq!((config.image_disk, config.scratch_disk, config.shared_pid), (0, 1, true));
         let users = config.user_namespace.unwrap();
         assert_eq!((users.users.unwrap().first, users.groups.unwrap().first), (65_536, 131_072));

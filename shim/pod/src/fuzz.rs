@@ -99,7 +99,7 @@ pub fn handshake(data: &[u8]) {
         let limit = Duration::from_secs(60);
         let (mut hello, mut report, mut opened) = (data, data, data);
         if let Ok(hello) = read_guest_frame::<agent::AgentHello>(&mut hello, "hello", limit).await {
-            let answer = hello.bound().into_response(Vec::new());
+            let answer = hello.bound().into_response(Vec::new(), false);
             assert!(is_text(&answer.kernel_release, 128) && is_text(&answer.agent_version, 128));
         }
         if let Ok(report) = read_guest_frame::<agent::BootReport>(&mut report, "report", limit).await {

@@ -115,11 +115,11 @@ impl Bounded<agent::AgentHello> {
     }
 
     /// Returns the reply to Configure, with the steps that the pod process measured.
-    pub fn into_response(self, steps: Vec<TimelineStep>) -> Bounded<pod::ConfigureResponse> {
+    pub fn into_response(self, steps: Vec<TimelineStep>, from_template: bool) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
         let steps =
             steps.into_iter().map(|step| pod::BootStep { name: step.what, started_at: step.at, micros: step.micros });
-        Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps: steps.collect() })
+        Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps: steps.collect(), from_template })
     }
 }
 

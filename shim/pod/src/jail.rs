@@ -3,6 +3,7 @@
 
 use crate::error::PodError;
 use crate::spec::{Accelerator, EngineSpec, JailSpec, PodSpec, Seccomp};
+use crate::template::TemplateSpec;
 use crate::{jail_dir, vfio_dir};
 use nacelle_base::files::at;
 use nacelle_jail::cgroup;
@@ -48,6 +49,34 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
         lchown(&spec.kernel, Some(user), Some(user)).map_err(at("change the owner of", &spec.kernel))?;
     }
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
+}
+
+/// Puts the process that builds a template into its jail: it sees the guest's kernel and initramfs, `/dev/kvm`, and the part of `dir`
+/// that a pod process would see.
+pub(crate) fn enter_as_builder(spec: &TemplateSpec, dir: &Path) -> Result<(), PodError> {
+    let visible_path =
+        |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true, is_idmapped: false };
+    let shape = &spec.shape;
+    Ok(nacelle_jail::enter(JailPlan {
+        visible_paths: vec![
+            visible_path(jail_dir(dir), Access::Write),
+            visible_path(shape.kernel.clone(), Access::Read),
+            visible_path(shape.initrd.clone(), Access::Read),
+            visible_path("/dev/kvm".into(), Access::Device),
+        ],
+        mount_point: dir.to_owned(),
+        cgroup: Some(spec.cgroup.clone()),
+        user: spec.user,
+        network: NetworkAccess::None,
+        signals_earlier_children: false,
+        limits: ResourceLimits {
+            locked_bytes: 0,
+            open_files: Some(MAX_OPEN_FILES),
+            threads: spec.user.map(|_user| MAX_THREADS),
+        },
+        seccomp: spec.seccomp,
+        profile: Profile::InProcess,
+    })?)
 }
 
 /// What the process of a pod should have left in its jail, for a comparison with what it has.

@@ -42,6 +42,7 @@ mod stops;
 mod streams;
 mod sys;
 mod teardown;
+pub mod template;
 mod text;
 pub mod vfio_dir;
 

@@ -5,6 +5,7 @@
 
 use crate::clock::ClockSteps;
 use crate::error::PodError;
+use crate::memory::MemoryLayout;
 use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
 use crate::{agent, jail_dir, scratch};
 use nacelle_base::Chain;
@@ -16,7 +17,10 @@ use nacelle_base::share::QUEUES;
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::undo::UndoStack;
-use nacelle_engine::{DiskSpec, Engine, LinkListener, Machine, MachineExit, MachineSpec, NicSpec, Slot, StopMode};
+use nacelle_engine::{
+    CheckedSpec, DiskSpec, Engine, EngineError, LinkListener, Machine, MachineExit, MachineSpec, NicSpec, Slot,
+    Snapshot, StopMode,
+};
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
 use std::fs::DirBuilder;
@@ -37,7 +41,7 @@ pub const VOLUME_DISK: usize = 2;
 /// The log of the guest's console, in [`crate::jail_dir`].
 pub const CONSOLE_FILE: JailedFile = JailedFile::new("console.log");
 /// The guest's vsock context id. Each VM has a vsock device of its own, so all guests can have the same id.
-const GUEST_CID: u32 = 3;
+pub const GUEST_CID: u32 = 3;
 /// The maximum MTU of the NIC; the guest sets the MTU of the CNI result.
 const MAX_MTU: u32 = 65_535;
 /// The maximum number of queues of a tap, which Nacelle's network device supports.
@@ -53,6 +57,10 @@ pub struct AssembledVm {
     pub incoming: Box<dyn LinkListener>,
     /// The actions that release the resources of the VM.
     pub undo: UndoStack,
+    /// The layout of its memory.
+    pub memory: MemoryLayout,
+    /// The VM was restored from a template, not booted.
+    pub from_template: bool,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
@@ -74,6 +82,8 @@ pub struct PreparedVm {
     pub copied_volumes: Option<UnixStream>,
     /// Reports steps of the node's clock, for a guest with a clock of its own that follows it.
     pub clock_steps: Option<ClockSteps>,
+    /// The template from which the VM is restored; `None`: it boots.
+    pub template: Option<Snapshot>,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
 }
@@ -91,6 +101,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             shares: Vec::new(),
             copied_volumes: None,
             clock_steps: None,
+            template: None,
             timeline,
         });
     }
@@ -107,6 +118,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             shares: Vec::new(),
             copied_volumes: None,
             clock_steps: None,
+            template: None,
             timeline,
         });
     }
@@ -132,6 +144,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
                 shares: Vec::new(),
                 copied_volumes: None,
                 clock_steps,
+                template: None,
                 timeline,
             })
         }
@@ -152,7 +165,9 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: PreparedVm,
 ) -> Result<AssembledVm, PodError> {
-    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, clock_steps: _, timeline } = prepared;
+    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, clock_steps: _, template, timeline } = prepared;
+    let from_template = template.is_some();
+    let memory = MemoryLayout::new(spec, template.as_ref().map(Snapshot::memory_mib));
     let mut undo = UndoStack::new();
     if has_name {
         undo.push("scratch disk", {
@@ -170,13 +185,13 @@ pub async fn assemble(
         vcpus: if has_vm { u8::try_from(spec.max_vcpus()).unwrap_or(u8::MAX) } else { 1 },
         topology: if has_vm { spec.topology } else { None },
         cpu_model: if has_vm { spec.cpu_model.clone() } else { None },
-        memory_mib: if has_vm { spec.memory_mib } else { MIN_MEMORY_MIB },
-        hotplug_mib: if has_vm { spec.reserved_memory_mib.unwrap_or(0) } else { 0 },
+        memory_mib: if has_vm { memory.booted_mib } else { MIN_MEMORY_MIB },
+        hotplug_mib: if has_vm { memory.hotplug_mib() } else { 0 },
         memory_pages: if has_vm { spec.memory_pages } else { MemoryPages::default() },
         console: if has_vm { spec.console } else { ConsoleKind::default() },
         kernel: spec.kernel.clone(),
         initrd: spec.initrd.clone(),
-        cmdline: kernel_args(spec),
+        cmdline: kernel_args(&spec.kernel_args, spec.vcpus, spec.max_vcpus()),
         disks: if spec.engine.has_disks() {
             vec![
                 DiskSpec::Images { serial: "images".into() },
@@ -192,7 +207,8 @@ pub async fn assemble(
         guest_cid: GUEST_CID,
         shares,
     };
-    let (machine, exit) = timeline.measure("machine", start(engine, machine)).await?;
+    let step = if from_template { "machine from its template" } else { "machine" };
+    let (machine, exit) = timeline.measure(step, start(engine, machine, template)).await?;
     // The VM has the disk open. Without a name its blocks are freed when this process ends, however that happens.
     if has_name && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
@@ -207,13 +223,13 @@ pub async fn assemble(
             return Err(error);
         }
     };
-    Ok(AssembledVm { machine, exit, incoming, undo, timeline })
+    Ok(AssembledVm { machine, exit, incoming, undo, memory, from_template, timeline })
 }
 
 /// Returns the kernel command-line parameters. The last of equal parameters counts: a VM with a vCPU reserve boots without the reserve.
-fn kernel_args(spec: &PodSpec) -> Vec<String> {
-    let online = (spec.max_vcpus() > spec.vcpus).then(|| format!("maxcpus={}", spec.vcpus));
-    spec.kernel_args.iter().cloned().chain(online).collect()
+pub fn kernel_args(own: &[String], vcpus: u32, max_vcpus: u32) -> Vec<String> {
+    let online = (max_vcpus > vcpus).then(|| format!("maxcpus={vcpus}"));
+    own.iter().cloned().chain(online).collect()
 }
 
 /// A tap, and for a machine pod the socket that receives the guest's DHCP requests.
@@ -252,12 +268,26 @@ pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
 
 type StartedVm = (Arc<dyn Machine>, agent::ExitWatch);
 
-async fn start(engine: Arc<dyn Engine>, spec: MachineSpec) -> Result<StartedVm, PodError> {
+/// Restores a VM from the template, or boots it.
+fn start_engine(
+    engine: &dyn Engine,
+    spec: CheckedSpec,
+    template: Option<Snapshot>,
+) -> Result<Box<dyn Machine>, EngineError> {
+    let Some((restorer, saved)) = engine.as_restorer().zip(template) else { return engine.start(spec) };
+    let machine = restorer.restore(spec, saved)?;
+    if let Some(pausable) = machine.as_pausable() {
+        pausable.resume()?;
+    }
+    Ok(machine)
+}
+
+async fn start(engine: Arc<dyn Engine>, spec: MachineSpec, template: Option<Snapshot>) -> Result<StartedVm, PodError> {
     let spec = spec.check(&engine.limits())?;
     let (sender, started) = oneshot::channel();
     let (exit_sender, exit) = watch::channel(None);
     let run = move || {
-        let machine: Arc<dyn Machine> = match engine.start(spec) {
+        let machine: Arc<dyn Machine> = match start_engine(&*engine, spec, template) {
             Ok(machine) => machine.into(),
             Err(error) => {
                 // If the receiver is exit, no caller needs the error.
@@ -293,15 +323,11 @@ pub fn disk(machine: &Arc<dyn Machine>, number: usize) -> Option<Slot> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::tests::sample;
 
     #[test]
     fn reserved_vcpus_are_offline_at_boot() {
-        let args = |vcpus, reserved_vcpus| {
-            kernel_args(&PodSpec { vcpus, reserved_vcpus, kernel_args: vec!["debug".into()], ..sample() })
-        };
-        assert_eq!(args(2, None), ["debug"]);
-        assert_eq!(args(2, Some(2)), ["debug"]);
-        assert_eq!(args(2, Some(4)), ["debug", "maxcpus=2"]);
+        let args = |vcpus, max_vcpus| kernel_args(&["debug".into()], vcpus, max_vcpus);
+        assert_eq!(args(2, 2), ["debug"]);
+        assert_eq!(args(2, 4), ["debug", "maxcpus=2"]);
     }
 }

@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::identity;
 use crate::server::PodService;
 use crate::spec::PodSpec;
-use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams};
+use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams, template};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
@@ -46,23 +46,32 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
     if let Some(channels) = share.map(nacelle_fs::FileServerProcess::wait_until_ready).transpose()? {
         (prepared.shares, prepared.copied_volumes) = (channels.file_requests, Some(channels.copied_in));
     }
+    if spec.template.is_some() {
+        let step = prepared.timeline.begin("template");
+        prepared.template = template::open(&spec);
+        step.done();
+    }
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;
         prepared.has_name = false;
     }
-    let failed = |source| PodError::Thread { what: "start the async runtime", source };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .thread_stack_size(THREAD_STACK)
-        .max_blocking_threads(64)
-        .on_thread_start(|| nacelle_jail::filter_thread(nacelle_jail::ThreadKind::Blocking))
-        .build()
-        .map_err(failed)?;
+    let runtime = runtime()?;
     let served = runtime.block_on(serve(spec, dir, engine, prepared));
     // Work that still blocks holds no resources that need cleanup.
     runtime.shutdown_background();
     let removed = [SOCKET_FILE, STREAM_SOCKET_FILE].map(|file| remove_if_there(&file.in_jail(&jail_dir(dir))));
     removed.into_iter().fold(served, |served, removed| served.and(removed.map_err(PodError::from)))
+}
+
+/// Returns an async runtime of one thread, whose blocking threads have their filter.
+pub fn runtime() -> Result<tokio::runtime::Runtime, PodError> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .thread_stack_size(THREAD_STACK)
+        .max_blocking_threads(64)
+        .on_thread_start(|| nacelle_jail::filter_thread(nacelle_jail::ThreadKind::Blocking))
+        .build()
+        .map_err(|source| PodError::Thread { what: "start the async runtime", source })
 }
 
 async fn serve(

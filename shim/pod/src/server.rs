@@ -160,7 +160,7 @@ impl Pod for PodService {
         let requested = request.into_inner().bytes;
         memory::check_request(&self.spec, requested).map_err(|error| crate::codes::status(&error))?;
         let vm = self.call(ActorRequest::GetVm).await?.into_inner();
-        let set = self.memory.set(Arc::clone(&self.spec), vm, requested).await;
+        let set = self.memory.set(vm, requested).await;
         let set = set.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(set.into_inner()))
     }

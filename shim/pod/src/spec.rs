@@ -1,6 +1,7 @@
 //! Defines the pod process's specification: `DIR/spec.json`, which the daemon writes and the process reads once at its
 //! start. This module performs no I/O besides reading and writing that file.
 
+use crate::template::PodTemplate;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::machine::{ConsoleKind, CpuModel, MemoryPages, Topology};
@@ -60,6 +61,9 @@ pub struct PodSpec {
     /// Additional kernel command-line parameters.
     #[serde(default)]
     pub kernel_args: Vec<String>,
+    /// The template from which the VM is restored if it can be used; `None`: the VM boots.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<PodTemplate>,
     /// The network namespace and its interfaces; `None` for a pod without network.
     #[serde(default)]
     pub network: Option<NetworkSpec>,
@@ -314,7 +318,9 @@ impl PodSpec {
 
     /// Returns the maximum memory of the VM in MiB.
     pub fn max_memory_mib(&self) -> u32 {
-        self.memory_mib.saturating_add(self.reserved_memory_mib.unwrap_or(0))
+        // What a clone has besides its template's memory is in whole blocks.
+        let rounding = self.template.as_ref().map_or(0, |_| nacelle_engine::BLOCK_MIB);
+        self.memory_mib.saturating_add(rounding).saturating_add(self.reserved_memory_mib.unwrap_or(0))
     }
 
     /// Returns the path of this pod's scratch disk, which has a name from its creation until the VM has opened it. Where
@@ -374,6 +380,7 @@ impl PodSpec {
             ("initrd", Some(&self.initrd)),
             ("network.netns", self.network.as_ref().map(|network| &network.netns)),
             ("scratch.templates", Some(&self.scratch.templates)),
+            ("template.directory", self.template.as_ref().map(|template| &template.directory)),
         ];
         for (field, path) in paths {
             if let Some(path) = path.filter(|path| !path.is_absolute()) {
@@ -408,6 +415,7 @@ pub(crate) mod tests {
             kernel: "/k/vmlinux".into(),
             initrd: "/k/initrd".into(),
             kernel_args: vec![],
+            template: Some(PodTemplate { directory: "/run/nacelle/templates/a".into(), memory_mib: 128 }),
             network: Some(NetworkSpec {
                 netns: "/run/netns/a".into(),
                 interfaces: vec!["eth0".into()],

@@ -1,4 +1,5 @@
-//! The binary of a pod process: `nacelle-pod --dir DIR`. The daemon starts one for each pod. It is a binary of its own because
+//! The binary of a pod process: `nacelle-pod --dir DIR`. The daemon starts one for each pod, and one to build a template
+//! (`nacelle-pod --template DIR`). It is a binary of its own because
 //! each pod holds it in memory: code that it does not contain costs no pod anything.
 
 use nacelle_daemon::program::{self, LogFormat};
@@ -17,6 +18,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         }
+        [flag, dir] if flag == "--template" => nacelle_pod::template::build(dir.as_ref()),
         _ => {
             eprintln!("nacelle-pod: usage: nacelle-pod --dir DIR (the daemon starts this program)");
             ExitCode::FAILURE

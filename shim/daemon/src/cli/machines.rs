@@ -4,6 +4,7 @@ mod console;
 mod dump;
 mod transfer;
 
+use super::table::format_table;
 use super::{connect_to_daemon, status_error};
 use crate::config::Config;
 use anyhow::Context;
@@ -228,7 +229,7 @@ async fn list(client: &mut VmClient, namespace: Option<String>, json: bool) -> a
     if json {
         println!("{:#}", Value::Array(machines.iter().map(machine_json).collect()));
     } else {
-        print!("{}", format_table(&machines));
+        print!("{}", list_machines(&machines));
     }
     Ok(())
 }
@@ -324,7 +325,7 @@ fn machine_json(machine: &vm::Machine) -> Value {
     })
 }
 
-fn format_table(machines: &[vm::Machine]) -> String {
+fn list_machines(machines: &[vm::Machine]) -> String {
     let mut rows =
         vec![["NAMESPACE", "NAME", "PHASE", "STRATEGY", "POD", "ADDRESS", "CPUS", "MEMORY"].map(str::to_owned)];
     rows.extend(machines.iter().map(|machine| {
@@ -341,13 +342,7 @@ fn format_table(machines: &[vm::Machine]) -> String {
             number(machine.memory_mib, "Mi"),
         ]
     }));
-    let width = |column: usize| rows.iter().map(|row| row.get(column).map_or(0, String::len)).max().unwrap_or_default();
-    let widths: Vec<usize> = (0..8).map(width).collect();
-    let line = |row: &[String; 8]| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
-    };
-    rows.iter().map(line).collect()
+    format_table(&rows)
 }
 
 #[cfg(test)]
@@ -363,7 +358,7 @@ mod tests {
             memory_mib: 512,
             ..vm::Machine::default()
         };
-        let table = format_table(&[machine]);
+        let table = list_machines(&[machine]);
         let lines: Vec<_> = table.lines().collect();
         assert_eq!(lines[0].split_whitespace().count(), 8);
         assert_eq!(

@@ -10,6 +10,8 @@ mod machines;
 mod overhead;
 mod pods;
 mod serve;
+mod table;
+mod templates;
 mod vm;
 
 use crate::program::{LogFormat, init_log, raise_file_limit};
@@ -63,6 +65,13 @@ enum Command {
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
     },
+    /// Shows and manages the templates from which VMs start, through the daemon.
+    Templates {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(subcommand)]
+        command: templates::TemplateCommand,
+    },
     /// Manages VMs through the daemon, and checks and converts VM manifests without it.
     Vm {
         #[command(flatten)]
@@ -107,6 +116,7 @@ pub fn run() -> ExitCode {
         }),
         Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
+        Command::Templates { config, command } => config.load().and_then(|config| templates::run(&config, command)),
         Command::Vm { config, command } => vm::run(&config, command),
         Command::Admission(admission) => {
             raise_file_limit();

@@ -1,6 +1,7 @@
 //! Implements `nacelle pods`: shows what the pods of a node use and cost, and how one of them started. All data comes from the
 //! daemon's verbose CRI statuses.
 
+use super::table::format_table;
 use super::{connect_to_daemon, status_error};
 use crate::config::Config;
 use nacelle_base::timeline::{MicrosAsMillis, TimelineStep};
@@ -103,18 +104,6 @@ fn format_mebibytes(bytes: Option<i64>) -> String {
 }
 
 /// Aligns the columns of a table.
-fn format_table(rows: &[[String; 9]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; 9] = std::array::from_fn(width);
-    let mut text = String::new();
-    for row in rows {
-        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
-        text.push('\n');
-    }
-    text
-}
-
 async fn draw_timelines(client: &mut Client, id: String) -> anyhow::Result<String> {
     let (status, info) = pod_status(client, &id).await?;
     let pod = status.status.unwrap_or_default();

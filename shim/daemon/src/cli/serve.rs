@@ -47,6 +47,7 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
     let setup = DaemonSetup {
         config,
         engine,
+        pod_program: exe.clone(),
         pods: Arc::new(Processes { exe }),
         networks,
         unpack,

@@ -89,6 +89,23 @@ pub struct SandboxSettings {
     pub volume_cache_ttl: Duration,
     /// Directories with specifications of the Container Device Interface; later ones take precedence.
     pub cdi_dirs: Vec<PathBuf>,
+    /// Which pods may start from the same template, and so share memory that none of them has written: "node", "namespace" or "off".
+    pub templates: TemplateScope,
+    /// The memory in MiB that all templates together may take; the one that was used last may exceed it alone.
+    pub templates_max_mib: u64,
+}
+
+/// Which pods of engine `kvm` may start from the same template.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TemplateScope {
+    /// All pods of the node.
+    #[default]
+    Node,
+    /// Those of one Kubernetes namespace.
+    Namespace,
+    /// None: each VM boots.
+    Off,
 }
 
 /// The handling of pods that request namespaces of the node.
@@ -342,6 +359,8 @@ impl Default for SandboxSettings {
             privileged: PrivilegedPods::Machine,
             volume_cache_ttl: Duration::from_secs(1),
             cdi_dirs: vec!["/etc/cdi".into(), "/var/run/cdi".into()],
+            templates: TemplateScope::default(),
+            templates_max_mib: 512,
         }
     }
 }
@@ -637,6 +656,11 @@ impl PathSettings {
     /// Returns the directory of the pods' run directories: sockets, records and scratch disks.
     pub fn pods(&self) -> PathBuf {
         self.run.join("pods")
+    }
+
+    /// Returns the directory of the templates of VMs.
+    pub fn templates(&self) -> PathBuf {
+        self.run.join("templates")
     }
 
     /// Returns the directory of the persistent VMs.

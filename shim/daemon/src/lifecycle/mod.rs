@@ -7,6 +7,7 @@ mod container;
 mod context;
 mod node;
 mod pod;
+pub(crate) mod template;
 mod volume;
 
 pub use actor::announce;

@@ -291,6 +291,7 @@ impl World {
             pods: Arc::clone(&self.pods) as _,
             networks: Arc::clone(&self.networks) as _,
             unpack: env!("CARGO_BIN_EXE_nacelle-unpack").into(),
+            pod_program: env!("CARGO_BIN_EXE_nacelle-pod").into(),
             observer,
             events,
         };

@@ -11,12 +11,14 @@ use nacelle_pod::affinity::AffinityError;
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::{ContainerPhase, Phase, SavedContainerState, SavedPodState};
 use nacelle_pod::spec::PodSpec;
+use nacelle_pod::template::TemplateSpec;
 use nacelle_proto::{common, pod as proto};
 use prost::Message;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::sync::watch;
 use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
@@ -187,6 +189,10 @@ impl Pods for FakePods {
         client::connect(dir).await
     }
 
+    async fn build_template(&self, _dir: &Path, _spec: &TemplateSpec, _limit: Duration) -> Result<(), ClientError> {
+        Err(ClientError::NotRunning { dir: PathBuf::new() })
+    }
+
     async fn confine(&self, dir: &Path, processors: BTreeSet<u32>, pinned: Option<u32>) -> Result<(), AffinityError> {
         if self.script.conflicts("confine") {
             return Err(AffinityError::Gone { dir: dir.to_owned() });
@@ -306,6 +312,7 @@ impl proto::pod_server::Pod for Service {
             kernel_release: "6.12-fake".into(),
             agent_version: "1".into(),
             steps: vec![],
+            from_template: false,
         }))
     }
 

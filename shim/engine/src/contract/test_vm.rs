@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
-use crate::{CheckedSpec, DiskSpec, EngineError, LinkError, MachineSpec, SnapshotDirectory, SnapshotFiles};
+use crate::{
+    CheckedSpec, DiskSpec, EngineError, LinkError, MachineSpec, SnapshotDirectory, SnapshotFiles, read_snapshot,
+};
 
 /// A limit that nothing reaches even on a slow and busy node; only a BUG does.
 pub(super) const LONG: Duration = Duration::from_secs(120);
@@ -117,8 +119,9 @@ impl TestVm {
         let spec = MachineSpec { vcpus, ..spec(tested, directory.path(), disks) };
         let engine = tested.engine();
         let restorer = engine.as_restorer().expect("an engine that restores");
-        let files = SnapshotFiles::open(from).map_err(|source| EngineError::Snapshot { what: "open", source })?;
-        let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), files)?;
+        let saved = SnapshotFiles::open(from).and_then(read_snapshot);
+        let saved = saved.map_err(|source| EngineError::Snapshot { what: "read", source })?;
+        let machine = restorer.restore(spec.check(&engine.limits()).expect("a good spec"), saved)?;
         Ok(TestVm { link: machine.link(), machine, directory })
     }
 

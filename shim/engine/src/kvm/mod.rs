@@ -19,7 +19,7 @@ use nacelle_vmm::hotplug;
 use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
-use nacelle_vmm::snapshot::{self, SnapshotFiles};
+use nacelle_vmm::snapshot::{self, Snapshot, SnapshotFiles};
 use nacelle_vmm::vsock::Vsock;
 
 use crate::console::{self, ConsoleLog, PANIC_MESSAGE};
@@ -81,14 +81,13 @@ impl Restorer for KvmEngine {
         boot(spec, true)
     }
 
-    fn restore(&self, spec: CheckedSpec, from: SnapshotFiles) -> Result<Box<dyn Machine>, EngineError> {
+    fn restore(&self, spec: CheckedSpec, saved: Snapshot) -> Result<Box<dyn Machine>, EngineError> {
         let spec = spec.into_inner();
-        let saved = snapshot::read_files(from).map_err(|source| EngineError::Snapshot { what: "read", source })?;
+        let hotplug_mib = spec.hotplug_mib;
         let restore_error = |source| EngineError::Machine { what: "restore", source };
         for (what, saved, here) in [
             ("vCPUs", saved.vcpus(), spec.vcpus.into()),
             ("MiB of memory", saved.memory_mib() as usize, spec.memory_mib as usize),
-            ("MiB of hot-plug memory", saved.hotplug_mib() as usize, spec.hotplug_mib as usize),
             ("MiB in huge pages", 0, hugetlb_mib(&spec) as usize),
         ] {
             if saved != here {
@@ -96,7 +95,8 @@ impl Restorer for KvmEngine {
             }
         }
         let finish_restore = |builder: VmBuilder| builder.restore(saved.state()).map_err(restore_error);
-        assemble_vm(spec, true, || saved.builder().map_err(restore_error), finish_restore)
+        let builder = || saved.builder_with_hotplug(hotplug_mib).map_err(restore_error);
+        assemble_vm(spec, true, builder, finish_restore)
     }
 }
 

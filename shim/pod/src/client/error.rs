@@ -70,6 +70,14 @@ pub enum ClientError {
         /// The last lines of the log.
         tail: String,
     },
+    /// The process that builds a template failed.
+    #[error("the process that builds a template ended with {status}; its log ends with: {tail}")]
+    NotBuilt {
+        /// The exit status.
+        status: ExitStatus,
+        /// The last lines of the log.
+        tail: String,
+    },
     /// No process serves this run directory.
     #[error("no pod process serves {}", dir.display())]
     NotRunning {
@@ -117,7 +125,9 @@ impl Classify for ClientError {
             ClientError::Identity(error) => error.kind(),
             ClientError::Record(error) => error.kind(),
             ClientError::File(error) => error.kind(),
-            ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } => FailureKind::Internal,
+            ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } | ClientError::NotBuilt { .. } => {
+                FailureKind::Internal
+            }
             ClientError::NotRunning { .. } | ClientError::Connect { .. } => FailureKind::Unavailable,
             ClientError::Stream { source, .. } => source.kind(),
             ClientError::Timeout { .. } => FailureKind::Timeout,

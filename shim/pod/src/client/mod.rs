@@ -9,12 +9,14 @@ mod image_files;
 mod log_file;
 mod spawn;
 mod streams;
+mod template;
 
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
 pub use log_file::open_log;
 pub use spawn::{LOG_FILE, spawn};
 pub use streams::{Offer, RunningExec};
+pub use template::build_template;
 
 use crate::identity::{self, IdentityError};
 use crate::sys;

@@ -9,7 +9,7 @@ use nacelle_base::jailed::JailedDir;
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_model::process::{PodProcess, ProcessIdentity};
 use std::collections::BTreeMap;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -65,15 +65,7 @@ where
 fn start_process(program: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, ClientError> {
     spec.write(dir)?;
     crate::create_jail(dir)?;
-    let log_path = dir.join(LOG_FILE);
-    let log = OpenOptions::new()
-        .read(true)
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(&log_path)
-        .map_err(at("open", &log_path))?;
-    let errors = log.try_clone().map_err(at("open", &log_path))?;
+    let (log, errors) = open_process_log(dir)?;
     let mut command = Command::new(program);
     command.arg("--dir").arg(dir).current_dir("/");
     command.stdin(Stdio::piped()).stdout(log).stderr(errors);
@@ -84,6 +76,15 @@ fn start_process(program: &Path, dir: &Path, spec: &PodSpec) -> Result<Child, Cl
         false => command.spawn(),
     };
     started.map_err(|source| ClientError::Start { program: program.to_owned(), source })
+}
+
+/// Opens the process's log twice: for its standard output and for its errors.
+pub(super) fn open_process_log(dir: &Path) -> Result<(File, File), ClientError> {
+    let path = dir.join(LOG_FILE);
+    let log = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(&path);
+    let log = log.map_err(at("open", &path))?;
+    let errors = log.try_clone().map_err(at("open", &path))?;
+    Ok((log, errors))
 }
 
 /// Records in the run directory which process serves it, so that a later cleanup finds the process. Returns `None` when the
@@ -146,7 +147,7 @@ pub(super) fn exit_statuses() -> MutexGuard<'static, BTreeMap<PathBuf, ExitStatu
 }
 
 /// Returns the last lines of the process's log, joined to one line.
-fn log_tail(dir: &Path) -> Option<String> {
+pub(super) fn log_tail(dir: &Path) -> Option<String> {
     // The daemon owns the file, but its content and length are under the control of the process.
     let bytes = JailedDir::new(dir).tail(LOG_FILE, 2048).ok()??;
     let text = String::from_utf8_lossy(&bytes);

@@ -98,7 +98,7 @@ fn agent_hello(bytes: &[u8]) {
             assert!(u128::from(step.micros) <= limit.as_micros() && step.at <= now, "{step:?}");
         }
     }
-    let response = hello.into_response(Vec::new());
+    let response = hello.into_response(Vec::new(), false);
     assert!(is_text(&response.kernel_release, 128) && is_text(&response.agent_version, 128));
 }
 

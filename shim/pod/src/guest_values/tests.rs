@@ -28,9 +28,10 @@ fn boot_times_of_a_guest_are_bounded() {
 #[test]
 fn values_within_the_bounds_are_passed_on() {
     let step = TimelineStep { what: "kernel".into(), at: 1, micros: 2, failed: false };
-    let response = hello("1.2", "6.12.0").into_response(vec![step]).into_inner();
+    let response = hello("1.2", "6.12.0").into_response(vec![step], true).into_inner();
     assert_eq!((response.agent_version.as_str(), response.kernel_release.as_str()), ("1.2", "6.12.0"));
     assert_eq!(response.steps, [pod::BootStep { name: "kernel".into(), started_at: 1, micros: 2 }]);
+    assert!(response.from_template);
     let user = CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: (0..1024).collect() };
     assert_eq!(FromGuest(user.clone()).bound().into_inner(), user);
     assert!(FromGuest(agent::BootReport::default()).bound().is_ok());
@@ -47,7 +48,7 @@ fn values_within_the_bounds_are_passed_on() {
 #[test]
 fn oversized_values_are_shortened_or_rejected() {
     let long = "é\n".repeat(100_000);
-    let response = hello(&long, &long).into_response(Vec::new());
+    let response = hello(&long, &long).into_response(Vec::new(), false);
     assert!(is_text(&response.agent_version, 128) && is_text(&response.kernel_release, 128));
     assert_eq!(response.agent_version.chars().count(), 127, "a blank at the end is removed");
     let report = FromGuest(agent::BootReport { error: long.clone() }).bound().unwrap_err();
@@ -82,7 +83,7 @@ proptest! {
     #[test]
     fn any_text_of_a_guest_is_bounded(text in prop::collection::vec(any::<char>(), 0..3000)) {
         let text: String = text.into_iter().collect();
-        let response = hello(&text, &text).into_response(Vec::new());
+        let response = hello(&text, &text).into_response(Vec::new(), false);
         prop_assert!(is_text(&response.agent_version, 128) && is_text(&response.kernel_release, 128));
         let report = FromGuest(agent::BootReport { error: text.clone() }).bound();
         prop_assert_eq!(report.is_ok(), text.is_empty());

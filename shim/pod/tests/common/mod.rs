@@ -37,6 +37,7 @@ pub fn spec(root: &Path) -> PodSpec {
         kernel: "/none/vmlinux".into(),
         initrd: "/none/initrd".into(),
         kernel_args: vec![],
+        template: None,
         network: None,
         hostname: "pod-name".into(),
         sysctls: Default::default(),

@@ -47,11 +47,13 @@ impl VmBuilder {
         VmBuilder::with_memory(config, memory)
     }
 
-    /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]). Its data is mapped
-    /// privately, so it must not change as long as the VM lives; the rest is anonymous memory.
-    pub fn with_saved_memory(config: VmConfig, file: &File) -> Result<VmBuilder, Error> {
+    /// Like [`new`](VmBuilder::new), with the memory that was saved to `file` (see [`VmHandle::save`]) by a VM with `saved_hotplug_mib`
+    /// of hot-plug memory, at most as much as this one has. Its data is mapped privately, so it must not change as long as the VM lives;
+    /// the rest is anonymous memory.
+    pub fn with_saved_memory(config: VmConfig, saved_hotplug_mib: u32, file: &File) -> Result<VmBuilder, Error> {
         let mib = layout::total_mib(config.memory_mib, config.hotplug_mib);
-        let memory = GuestMemory::from_file(mib, file, config.pages);
+        let saved_mib = layout::total_mib(config.memory_mib, saved_hotplug_mib);
+        let memory = GuestMemory::from_file(mib, saved_mib, file, config.pages);
         VmBuilder::with_memory(config, memory)
     }
 

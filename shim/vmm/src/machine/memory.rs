@@ -166,11 +166,12 @@ impl GuestMemory {
         Ok(mapped)
     }
 
-    /// Returns memory with the content of `file`, which must not change as long as the VM lives. Its parts with data are mapped
-    /// privately: pages are read on first access, and writes of the guest stay in this process. The other parts are anonymous memory,
-    /// because a private mapping of a hole has small pages only, and each access to one on tmpfs adds a page to the file.
-    pub fn from_file(mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
-        let want = u64::from(mib) * layout::MIB;
+    /// Returns `mib` of memory, the first `saved_mib` of which have the content of `file`, which must not change as long as the VM lives.
+    /// Its parts with data are mapped privately: pages are read on first access, and writes of the guest stay in this process. The other
+    /// parts are anonymous memory, because a private mapping of a hole has small pages only, and each access to one on tmpfs adds a page
+    /// to the file.
+    pub fn from_file(mib: u32, saved_mib: u32, file: &File, pages: HostPages) -> Result<GuestMemory, MemoryError> {
+        let want = u64::from(saved_mib) * layout::MIB;
         match file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len() {
             got if got == want => {}
             got => return Err(MemoryError::Length { got, want }),
@@ -449,12 +450,12 @@ mod tests {
     fn a_file_is_mapped_privately_and_completely() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0x5a; 4096]).unwrap();
-        let got = GuestMemory::from_file(16, &file, HostPages::Transparent).err();
+        let got = GuestMemory::from_file(16, 16, &file, HostPages::Transparent).err();
         assert!(matches!(got, Some(MemoryError::Length { got: 4096, .. })), "{got:?}");
         file.set_len(16 << 20).unwrap();
         let (one, two) = (
-            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
-            GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, 16, &file, HostPages::Transparent).unwrap(),
+            GuestMemory::from_file(16, 16, &file, HostPages::Transparent).unwrap(),
         );
         one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
         assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
@@ -472,7 +473,7 @@ mod tests {
         let found = find_data(&file, 0..16 << 20);
         assert_eq!(found, [2 << 20..4 << 20, 8 << 20..12 << 20, 14 << 20..16 << 20]);
         assert_eq!(find_data(&file, 4 << 20..8 << 20), []);
-        let guest = GuestMemory::from_file(16, &file, HostPages::Transparent).unwrap();
+        let guest = GuestMemory::from_file(16, 16, &file, HostPages::Transparent).unwrap();
         let (mut content, mut expected) = (vec![0; 16 << 20], vec![0; 16 << 20]);
         // Reading a hole of a private mapping would add pages to a file on tmpfs.
         let blocks = file.metadata().unwrap().blocks();
@@ -504,7 +505,7 @@ mod tests {
         }
         let above = find_data(&file, 3 << 30..3073 << 20);
         assert!(above.first() == Some(&(3 << 30..3073 << 20)) && above.len() == 1, "{above:?}");
-        let guest = GuestMemory::from_file(3073, &file, HostPages::Transparent).unwrap();
+        let guest = GuestMemory::from_file(3073, 3073, &file, HostPages::Transparent).unwrap();
         let at = |address: u64| guest.memory().read_obj::<u8>(GuestAddress(address)).unwrap();
         let hole = 3 << 30;
         assert_eq!((at(0), at(4096), at(hole - 4097), at(hole - 4096)), (1, 0, 0, 2));
@@ -531,7 +532,7 @@ mod tests {
             let made = [
                 GuestMemory::new(16, MemoryBacking::Private, pages).unwrap(),
                 GuestMemory::new(16, MemoryBacking::Shared, pages).unwrap(),
-                GuestMemory::from_file(16, &file, pages).unwrap(),
+                GuestMemory::from_file(16, 16, &file, pages).unwrap(),
             ];
             for guest in made {
                 let start = guest.memory().iter().next().unwrap().as_ptr().addr();

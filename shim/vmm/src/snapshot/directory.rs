@@ -3,13 +3,13 @@
 
 use nacelle_base::guest_warn;
 use nix::errno::Errno;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{MEMORY_FILE, STATE_FILE, SnapshotError, SnapshotFiles};
+use super::{STATE_FILE, SnapshotError, SnapshotFiles};
 
 /// The directory of a snapshot that is being written. Dropping it before `commit` removes it.
 #[derive(Debug)]
@@ -47,14 +47,7 @@ impl SnapshotDirectory {
         let partial = parent.join(format!(".{name}.{}.{number}.partial", std::process::id()));
         // Mode 0700: no other user may read the guest's memory.
         DirBuilder::new().mode(0o700).create(&partial).map_err(failed("create the directory", &partial))?;
-        let create = |name: &str| {
-            let path = partial.join(name);
-            let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
-            file.map_err(failed("create", &path))
-        };
-        match create(STATE_FILE)
-            .and_then(|state| Ok(SnapshotFiles { state, memory: create(MEMORY_FILE)?, directory: partial.clone() }))
-        {
+        match SnapshotFiles::create(&partial) {
             Ok(files) => {
                 Ok(SnapshotDirectory { files, target: target.to_owned(), parent, partial, is_committed: false })
             }

@@ -25,8 +25,9 @@ struct MemoryChunk<'a> {
     at: u64,
 }
 
-/// Writes the whole memory as a sparse file. The guest must be paused: no thread may write to the memory meanwhile.
-pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
+/// Writes the whole memory as a sparse file. The guest must be paused: no thread may write to the memory meanwhile. Without the pagemap
+/// of this process, every page is read.
+pub(super) fn write(file: &File, memory: &Memory, pagemap: Option<&File>) -> io::Result<()> {
     let total = memory.iter().map(GuestMemoryRegion::len).sum();
     file.set_len(total)?;
     let mut chunks = Vec::new();
@@ -37,13 +38,11 @@ pub(super) fn write(file: &File, memory: &Memory) -> io::Result<()> {
         chunks.extend((0..size).step_by(CHUNK_BYTES).map(chunk));
         at += region.len();
     }
-    // Without the pagemap, every page is read.
-    let pagemap = File::open("/proc/self/pagemap").ok();
     let next_chunk = AtomicUsize::new(0);
     let write_chunks = || -> io::Result<()> {
         let mut buffer = vec![0; CHUNK_BYTES];
         while let Some(chunk) = chunks.get(next_chunk.fetch_add(1, Ordering::Relaxed)) {
-            if chunk.may_have_data(pagemap.as_ref()) {
+            if chunk.may_have_data(pagemap) {
                 chunk.write(file, &mut buffer)?;
             }
         }

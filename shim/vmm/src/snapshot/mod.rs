@@ -31,14 +31,17 @@ use crate::machine::{self, MachineState, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// The name of the file that holds everything except the memory.
 pub const STATE_FILE: &str = "state";
 /// The name of the file with the guest's memory.
 pub const MEMORY_FILE: &str = "memory";
+
+/// Which pages of this process exist (kernel's admin-guide/mm/pagemap).
+const PAGEMAP: &str = "/proc/self/pagemap";
 
 /// The document in the file `state`, version 1. New fields must be optional; any other change needs a new version.
 #[derive(Debug, Serialize, Deserialize)]
@@ -62,16 +65,31 @@ pub struct SnapshotFiles {
     pub state: File,
     /// The memory, see [`MEMORY_FILE`].
     pub memory: File,
+    /// `/proc/self/pagemap`, which names the pages that a VM of this process has touched, for saving; `None`: all pages are read.
+    pub pagemap: Option<File>,
 }
 
 impl SnapshotFiles {
+    /// Creates empty files in an existing `directory`, which must have none, for saving. Only their owner may read them: they hold all
+    /// secrets of the guest.
+    pub fn create(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
+        let create = |name: &str| {
+            let path = directory.join(name);
+            let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+            file.map_err(|source| SnapshotError::Io { what: "create", path, source })
+        };
+        let (state, memory) = (create(STATE_FILE)?, create(MEMORY_FILE)?);
+        Ok(SnapshotFiles { state, memory, directory: directory.to_owned(), pagemap: File::open(PAGEMAP).ok() })
+    }
+
     /// Opens the files of the snapshot in `directory`, for reading.
     pub fn open(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
         let open = |name: &str| {
             let path = directory.join(name);
             File::open(&path).map_err(|source| SnapshotError::Io { what: "open", path, source })
         };
-        Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)?, directory: directory.to_owned() })
+        let directory = directory.to_owned();
+        Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)?, directory, pagemap: None })
     }
 }
 
@@ -120,14 +138,14 @@ fn write(files: &SnapshotFiles, document: &Document<impl Serialize>, memory: &Me
     files.state.set_len(0).map_err(failed("truncate", STATE_FILE))?;
     // Zero pages are not written: where an earlier snapshot has data, they must be holes.
     files.memory.set_len(0).map_err(failed("truncate", MEMORY_FILE))?;
-    memory::write(&files.memory, memory).map_err(failed("write", MEMORY_FILE))?;
+    memory::write(&files.memory, memory, files.pagemap.as_ref()).map_err(failed("write", MEMORY_FILE))?;
     files.memory.sync_all().map_err(failed("flush", MEMORY_FILE))?;
     files.state.write_all_at(&bytes, 0).map_err(failed("write", STATE_FILE))?;
     files.state.sync_all().map_err(failed("flush", STATE_FILE))
 }
 
 fn read<S: DeserializeOwned>(files: SnapshotFiles) -> Result<Snapshot<S>, SnapshotError> {
-    let SnapshotFiles { directory, state, memory } = files;
+    let SnapshotFiles { directory, state, memory, .. } = files;
     let path = directory.join(STATE_FILE);
     let failed = |what| {
         let path = path.clone();
@@ -183,6 +201,11 @@ impl Snapshot {
         self.document.hotplug_mib
     }
 
+    /// Returns whether the snapshot is a template: VMs that are restored from it may have more devices and more hot-plug memory.
+    pub fn is_template(&self) -> bool {
+        self.document.machine.announces_all_windows
+    }
+
     /// Returns the kinds of the devices, in the order in which the caller must attach them to the builder.
     pub fn devices(&self) -> impl Iterator<Item = DeviceKind> {
         self.document.machine.devices.iter().map(|transport| transport.device.kind())
@@ -191,8 +214,18 @@ impl Snapshot {
     /// Returns a builder with the snapshot's memory. Its data is mapped privately: pages are read from the file on first access, and
     /// writes of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
+        self.builder_with_hotplug(self.hotplug_mib())
+    }
+
+    /// Like [`builder`](Snapshot::builder), with so much hot-plug memory, which for a template may be more than it was saved with.
+    pub fn builder_with_hotplug(&self, hotplug_mib: u32) -> Result<VmBuilder, machine::Error> {
+        let (saved, memory_mib) = (self.hotplug_mib(), self.memory_mib());
+        if hotplug_mib != saved && !(self.is_template() && hotplug_mib > saved) {
+            let (what, saved, here) = ("MiB of hot-plug memory", saved as usize, hotplug_mib as usize);
+            return Err(machine::Error::Mismatch { what, saved, here });
+        }
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
-        let (memory_mib, hotplug_mib) = (self.memory_mib(), self.hotplug_mib());
-        VmBuilder::with_saved_memory(VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() }, &self.memory)
+        let config = VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() };
+        VmBuilder::with_saved_memory(config, saved, &self.memory)
     }
 }

@@ -136,11 +136,12 @@ fn snapshots_are_written_atomically() {
 #[test]
 fn shared_files_are_read_and_written_at_any_position() {
     let [state, memory_file] = [(); 2].map(|()| tempfile::tempfile().unwrap());
-    let files = SnapshotFiles { state, memory: memory_file, directory: "/templates/x".into() };
+    let files = SnapshotFiles { state, memory: memory_file, directory: "/templates/x".into(), pagemap: None };
     let share = || SnapshotFiles {
         state: files.state.try_clone().unwrap(),
         memory: files.memory.try_clone().unwrap(),
         directory: files.directory.clone(),
+        pagemap: None,
     };
     let document = |machine| Document { memory_mib: 8, hotplug_mib: 0, machine };
     let before = Memory::from_ranges(&layout()).unwrap();
@@ -249,7 +250,8 @@ proptest! {
             memory.write_slice(&[byte; 4096], GuestAddress(page * 4096)).unwrap();
         }
         let file = std::fs::File::options().read(true).write(true).create_new(true).open(directory.path().join("m")).unwrap();
-        memory::write(&file, &memory).unwrap();
+        let pagemap = std::fs::File::open("/proc/self/pagemap").ok();
+        memory::write(&file, &memory, pagemap.as_ref()).unwrap();
         let (mut expected, mut got) = (vec![0; 3 * MIB], vec![0; 3 * MIB]);
         memory.read_slice(&mut expected, GuestAddress(0)).unwrap();
         file.read_exact_at(&mut got, 0).unwrap();

@@ -2,7 +2,9 @@
 //! plain QEMU microvm, with the same kernel, initramfs and disks. Both need working KVM.
 
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles};
+use nacelle_engine::{
+    BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles, read_snapshot,
+};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -229,8 +231,8 @@ pub fn run_vm_child(description: &str) -> ExitCode {
         }
         None => engine.start(spec).expect("a machine"),
         Some(from) => {
-            let files = SnapshotFiles::open(from).expect("a snapshot");
-            let machine = engine.as_restorer().expect("a restorer").restore(spec, files).expect("a restored machine");
+            let saved = SnapshotFiles::open(from).and_then(read_snapshot).expect("a snapshot");
+            let machine = engine.as_restorer().expect("a restorer").restore(spec, saved).expect("a restored machine");
             machine.as_pausable().expect(pausable).resume().expect("to resume");
             machine
         }

@@ -10,6 +10,7 @@ pub(crate) mod text;
 pub(crate) mod view;
 
 use crate::config::Config;
+use crate::lifecycle::template::Templates;
 use engine::EngineChoice;
 use events::Events;
 use ipnet::IpNet;
@@ -39,6 +40,8 @@ pub struct NodeServices {
     pub images: nacelle_image::ImageStore,
     /// The persistent VMs.
     pub vms: Vms,
+    /// The templates of VMs.
+    pub(crate) templates: Templates,
     /// The pod processes.
     pub pods: Arc<dyn Pods>,
     /// The networks.

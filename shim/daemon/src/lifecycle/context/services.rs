@@ -12,6 +12,7 @@ use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::record::SavedPodState;
 use nacelle_pod::share::{self, VolumeTarget, VolumeToMount, VolumesError};
 use nacelle_pod::spec::PodSpec;
+use nacelle_pod::template::TemplateSpec;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -28,6 +29,10 @@ pub trait Pods: Send + Sync + 'static {
     /// Spawns the process of this directory, which begins after `admit` has succeeded. On failure no process is left. Must be
     /// awaited to its end.
     async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError>;
+
+    /// Runs the process that builds a template in `dir`, an empty directory, and waits for its end. If the future is dropped, no process
+    /// is left.
+    async fn build_template(&self, dir: &Path, spec: &TemplateSpec, limit: Duration) -> Result<(), ClientError>;
 
     /// Keeps the controllers of kubelet's pod cgroup enabled although the pod's process will not be in `_group` below it, so that
     /// the limits of that cgroup stay in force.
@@ -117,6 +122,10 @@ impl Pods for Processes {
             }
         })
         .await
+    }
+
+    async fn build_template(&self, dir: &Path, spec: &TemplateSpec, limit: Duration) -> Result<(), ClientError> {
+        client::build_template(&self.exe, dir, spec, limit).await
     }
 
     async fn keep_controllers(&self, group: &Path) -> Result<(), ClientError> {

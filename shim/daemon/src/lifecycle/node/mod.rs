@@ -3,6 +3,7 @@
 
 pub mod recover;
 pub(crate) mod running;
+mod templates;
 pub(crate) mod users;
 mod vms;
 

@@ -23,6 +23,7 @@ use nacelle_net::{Attachment, InterfaceUsage, PodRef};
 use nacelle_pod::client::PodClient;
 use nacelle_pod::run_dir::{self, RUN_BYTES};
 use nacelle_pod::spec::PodSpec;
+use nacelle_proto::pod::ConfigureResponse;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -53,7 +54,11 @@ pub(crate) async fn boot(
     check_resources(&pod.config, &pod.handler)?;
     let spec = prepare(&services, &pod, &cancel, &timeline).await?;
     let (client, attached) = start(&services, &pod, &spec, &timeline, admit).await?;
-    let kernel_release = configure(&services, &pod, &client, &attached, &cancel, &timeline).await?;
+    let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await?;
+    if let Some(template) = spec.template.as_ref().filter(|_| !configured.from_template) {
+        services.templates.discard(template).await;
+    }
+    let kernel_release = clip(&configured.kernel_release);
     let machine = match pod.config.kind.has_guest() {
         true => size::of(&pod.config, &pod.handler),
         // The pod runs on the node itself.
@@ -110,7 +115,9 @@ async fn prepare(
     }
     let group = choose_group(services, id, config, handler).await?;
     let groups = if config.kind.has_guest() { Groups::All } else { blocking(Groups::of_this_process).await };
-    Ok(pod_spec(services, pod, netns, group, groups))
+    let mut spec = pod_spec(services, pod, netns, group, groups);
+    spec.template = services.templates.find(&spec, &config.name.namespace, handler).await;
+    Ok(spec)
 }
 
 /// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.
@@ -179,7 +186,7 @@ fn pod_ref(services: &NodeServices, pod: &NewPod, spec: &PodSpec) -> PodRef {
     }
 }
 
-/// Configures the guest and waits until it is ready. Returns its kernel's release.
+/// Configures the guest and waits until it is ready. Returns what the pod process says of it.
 async fn configure(
     services: &NodeServices,
     pod: &NewPod,
@@ -187,7 +194,7 @@ async fn configure(
     attached: &Attachment,
     cancel: &CancellationToken,
     timeline: &Timeline,
-) -> Result<String, LifecycleError> {
+) -> Result<ConfigureResponse, LifecycleError> {
     let NewPod { id, config, .. } = pod;
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(config, attached, &node);
@@ -196,20 +203,20 @@ async fn configure(
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
-    let configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    let mut configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
     if own_kernel(config).is_some()
         && let Err(error) = kernel::forget(&services.pod_dir(id)).await
     {
         tracing::warn!(pod = %id, "the kernel stays until the pod is removed: {}", Chain(&error));
     }
     // Measured by the pod process; its times are not verified.
-    timeline.add(configured.steps.into_iter().map(|step| TimelineStep {
+    timeline.add(std::mem::take(&mut configured.steps).into_iter().map(|step| TimelineStep {
         what: clip(&step.name).chars().take(STEP_NAME).collect(),
         at: step.started_at,
         micros: step.micros,
         failed: false,
     }));
-    Ok(clip(&configured.kernel_release))
+    Ok(configured)
 }
 
 async fn make_directories(dir: PathBuf, logs: Option<PathBuf>, bytes: u64) -> Result<(), LifecycleError> {

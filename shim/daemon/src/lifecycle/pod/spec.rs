@@ -61,6 +61,7 @@ pub(crate) fn pod_spec(
             .chain(config.kind.shape().iter().flat_map(|shape| &shape.kernel_args))
             .cloned()
             .collect(),
+        template: None,
         network: netns.map(|netns| network(config, netns)),
         hostname: config.hostname.clone(),
         sysctls: sysctls(config, groups),

@@ -1,0 +1,281 @@
+//! Tests templates of VMs: pods start from one by default, are independent of it and of each other, and boot if there is none.
+//! Only engine `kvm` has templates.
+
+use nacelle_e2e::crictl::{RunningContainer, RunningPod};
+use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
+use nacelle_e2e::run::run_program;
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn skip() -> bool {
+    let skipped = engine() != "kvm";
+    if skipped {
+        println!("skipped: engine {} has no templates", engine());
+    }
+    skipped
+}
+
+fn pod(node: &TestNode, name: &str) -> PodRequest {
+    PodRequest::new(name, &node.directory().join("logs"))
+}
+
+/// Starts a container that waits.
+fn sleeper<'a>(pod: &RunningPod<'a>, image: &str) -> RunningContainer<'a> {
+    pod.start(ContainerRequest::sh("sleeper", image, "sleep 3600"))
+}
+
+/// Returns the last line of `nacelle templates ls`: how many pods started from a template, and why others did not.
+fn counts(node: &TestNode) -> String {
+    node.templates(&["ls"]).ok().lines().last().unwrap_or_default().to_owned()
+}
+
+/// Returns the directories of the templates that are ready.
+fn directories(node: &TestNode) -> BTreeSet<PathBuf> {
+    let all = fs::read_dir(node.directory().join("run/templates")).expect("the daemon has made it").flatten();
+    all.map(|entry| entry.path()).filter(|path| !path.ends_with("building")).collect()
+}
+
+fn only(directories: BTreeSet<PathBuf>) -> PathBuf {
+    let all: Vec<_> = directories.into_iter().collect();
+    let [only] = &all[..] else { panic!("one template: {all:?}") };
+    only.clone()
+}
+
+/// Returns whether the pod started from a template, according to its timeline.
+fn is_clone(pod: &RunningPod<'_>) -> bool {
+    pod.inspect().to_string().contains("machine from its template")
+}
+
+fn kib(meminfo: &str, name: &str) -> u64 {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).expect("the line");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+#[test]
+fn pods_start_from_a_template_and_are_independent() {
+    if skip() {
+        return;
+    }
+    let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let template = only(directories(&node));
+    let hosts = ["one", "two", "three"];
+    let pods = hosts.map(|name| node.crictl.run_pod(pod(&node, name).set("hostname", json!(name))));
+    assert!(pods.iter().all(is_clone));
+    assert_eq!(counts(&node), "3 pods started from a template, 0 booted");
+
+    let containers: Vec<_> = pods.iter().map(|pod| sleeper(pod, &image)).collect();
+    let sees = |script: &str| containers.iter().map(|container| container.exec(script).ok()).collect::<Vec<_>>();
+    assert_eq!(sees("hostname"), hosts);
+    // Nothing that must be random is the same in two of them.
+    for script in [
+        "cat /proc/sys/kernel/random/boot_id",
+        "cat /proc/sys/kernel/random/uuid",
+        "head -c 16 /dev/urandom | od -tx1",
+        "cat /sys/class/net/eth0/address",
+        // Where the kernel placed program, stack, heap and vDSO.
+        "grep -e stack -e heap -e vdso /proc/self/maps | cut -c-12",
+    ] {
+        let values = sees(script);
+        assert_eq!(values.iter().collect::<BTreeSet<_>>().len(), values.len(), "{script}: {values:?}");
+    }
+    // The clock is the node's, although the template was built before.
+    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    let before = now();
+    for seen in sees("date +%s") {
+        let seen: u64 = seen.parse().unwrap();
+        assert!((before.saturating_sub(1)..=now() + 1).contains(&seen), "{before} {seen}");
+    }
+
+    // What pods have written is in no template.
+    let mark = "a secret that only pod one has, 7f3a91";
+    containers[0].exec(&format!("echo '{mark}' >/tmp/secret; sync")).ok();
+    assert_eq!(run_program("grep", ["-c", mark, template.join("memory").to_str().unwrap()]).stdout.trim(), "0");
+
+    // The template may go while they run.
+    assert_eq!(node.templates(&["drop"]).ok().lines().count(), 1);
+    assert!(directories(&node).is_empty() && !template.exists());
+    assert_eq!(containers[0].exec("cat /tmp/secret").ok(), mark);
+    let booted = node.crictl.run_pod(pod(&node, "booted"));
+    assert!(!is_clone(&booted));
+    assert_eq!(counts(&node), "3 pods started from a template, 1 booted (1 not built yet)");
+    node.templates(&["build"]).ok();
+    assert!(is_clone(&node.crictl.run_pod(pod(&node, "again"))));
+    // Templates outlive the daemon.
+    let mut node = node;
+    let template = only(directories(&node));
+    node.kill();
+    node.start();
+    assert_eq!(only(directories(&node)), template);
+}
+
+#[test]
+fn a_clone_has_all_memory_and_devices_of_its_pod() {
+    if skip() {
+        return;
+    }
+    let large = handler_config("large", "memory_mib = 128\nmax_memory_mib = 1024\nscratch_mib = 512\n");
+    let node = TestNode::with_options(NodeOptions { extra: large, ipv6: false, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let plain = node.crictl.run_pod(pod(&node, "plain"));
+    let base = kib(&sleeper(&plain, &image).exec("cat /proc/meminfo").ok(), "MemTotal");
+
+    // 128 MiB of the template, and for 300 MiB three blocks of 128 MiB.
+    let mut limited = pod(&node, "limited");
+    limited.0["linux"]["resources"] = json!({"memory_limit_in_bytes": 300 << 20});
+    let pod_with_limit = node.crictl.run_pod_with_handler("large", limited);
+    assert!(is_clone(&pod_with_limit));
+    let volume = node.directory().join("volume");
+    fs::create_dir(&volume).unwrap();
+    let container = ContainerRequest::sh("limited", &image, "sleep 3600")
+        .set("linux", json!({"resources": {"memory_limit_in_bytes": 300 << 20}}))
+        .set("mounts", json!([{"host_path": volume, "container_path": "/volume"}]));
+    let container = pod_with_limit.start(container);
+    let total = kib(&container.exec("cat /proc/meminfo").ok(), "MemTotal");
+    let added = total - base;
+    // The kernel keeps 1.6 % of it for page descriptors.
+    assert!((375 << 10..=384 << 10).contains(&added), "{added}");
+    // All of it can be used, also by the kernel itself.
+    container.exec("head -c 250m /dev/zero >/dev/shm/file || dd if=/dev/zero of=/tmp/file bs=1M count=250").ok();
+    container.exec("mkdir /tmp/many && cd /tmp/many && i=0; while [ $i -lt 2000 ]; do : >$i; i=$((i+1)); done").ok();
+    container.exec("echo shared >/volume/file").ok();
+    assert_eq!(fs::read_to_string(volume.join("file")).unwrap(), "shared\n");
+    // Memory that is plugged in later lies behind it.
+    node.crictl.call(["update", "--memory", &(500_u64 << 20).to_string(), &container.id]);
+    let grown = kib(&container.exec("cat /proc/meminfo").ok(), "MemTotal");
+    assert!((250 << 10..=256 << 10).contains(&(grown - total)), "{grown} {total}");
+}
+
+#[test]
+fn a_damaged_template_is_built_again() {
+    if skip() {
+        return;
+    }
+    let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    let template = only(directories(&node));
+    for damage in [
+        |path: &Path| fs::write(path.join("state"), "no state").unwrap(),
+        |path: &Path| {
+            fs::File::options().write(true).open(path.join("memory")).unwrap().set_len(1 << 20).unwrap();
+        },
+    ] {
+        damage(&template);
+        let booted = node.crictl.run_pod(pod(&node, "booted"));
+        assert!(!is_clone(&booted));
+        booted.remove();
+        assert!(directories(&node).is_empty());
+        node.templates(&["build"]).ok();
+        let clone = node.crictl.run_pod(pod(&node, "clone"));
+        assert!(is_clone(&clone));
+        clone.remove();
+    }
+    assert_eq!(
+        counts(&node),
+        "4 pods started from a template, 2 booted (2 the template could not be used)",
+        "the pod process decides last"
+    );
+}
+
+#[test]
+fn a_replaced_kernel_gets_a_template_of_its_own() {
+    if skip() {
+        return;
+    }
+    let own = tempfile::tempdir().unwrap();
+    let kernel = own.path().join("vmlinux");
+    fs::copy(nacelle_e2e::path_from_env("NACELLE_KERNEL"), &kernel).unwrap();
+    let other = handler_config("upgraded", &format!("{SMALL_VM}vcpus = 2\n"));
+    let original = format!("{:?}", nacelle_e2e::path_from_env("NACELLE_KERNEL"));
+    let extra = other.replace(&original, &format!("{kernel:?}"));
+    let mut node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
+    let before = directories(&node);
+    assert_eq!(before.len(), 2);
+    let run = |node: &TestNode, name: &str| {
+        let pod = node.crictl.run_pod_with_handler("upgraded", pod(node, name));
+        let cloned = is_clone(&pod);
+        pod.remove();
+        cloned
+    };
+    assert!(run(&node, "before"));
+    // As a package manager does it.
+    let new = own.path().join("vmlinux.new");
+    fs::copy(&kernel, &new).unwrap();
+    fs::rename(&new, &kernel).unwrap();
+    assert!(!run(&node, "between"));
+    node.templates(&["build", "upgraded"]).ok();
+    assert!(run(&node, "after"));
+    let after = directories(&node);
+    assert_eq!((after.len(), before.intersection(&after).count()), (2, 1), "{before:?} {after:?}");
+    // A daemon that finds an old one at its start removes it.
+    fs::copy(&kernel, &new).unwrap();
+    fs::rename(&new, &kernel).unwrap();
+    node.kill();
+    node.start();
+    let anew = directories(&node);
+    assert_eq!((anew.len(), after.intersection(&anew).count()), (2, 1), "{after:?} {anew:?}");
+}
+
+#[test]
+fn a_builder_ends_with_its_daemon() {
+    if skip() {
+        return;
+    }
+    let mut node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    node.templates(&["drop"]).ok();
+    let mut build = std::process::Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+    build.args(["templates", "build", "--config"]).arg(node.directory().join("config.toml"));
+    let mut build = build.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let builders = |node: &TestNode| node.pids_matching("nacelle-pod --template ");
+    eventually("a builder", || (!builders(&node).is_empty()).then_some(()));
+    node.kill();
+    build.wait().unwrap();
+    eventually("no builder", || builders(&node).is_empty().then_some(()));
+    node.start();
+    only(directories(&node));
+    let all = fs::read_dir(node.directory().join("run/templates")).unwrap().count();
+    assert_eq!(all, 1, "what was not complete is gone");
+
+    // A builder that is killed leaves nothing, and the next attempt succeeds.
+    node.templates(&["drop"]).ok();
+    let killed = std::thread::scope(|scope| {
+        let built = scope.spawn(|| node.templates(&["build"]));
+        let pid = eventually("a builder", || builders(&node).first().copied());
+        run_program("kill", ["-9", &pid.to_string()]).ok();
+        built.join().unwrap()
+    });
+    assert!(killed.err().contains("cannot be built"));
+    assert!(node.templates(&["ls"]).ok().contains("failed: "));
+    assert_eq!(fs::read_dir(node.directory().join("run/templates")).unwrap().count(), 0);
+    node.templates(&["drop"]).ok();
+    node.templates(&["build"]).ok();
+    assert!(is_clone(&node.crictl.run_pod(pod(&node, "clone"))));
+}
+
+#[test]
+fn namespaces_share_a_template_only_if_configured() {
+    if skip() {
+        return;
+    }
+    let extra = "[sandbox]\ntemplates = \"namespace\"\n".to_owned();
+    let node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
+    let run = |namespace: &str, name: &str| {
+        let mut request = pod(&node, name);
+        request.0["metadata"]["namespace"] = json!(namespace);
+        let pod = node.crictl.run_pod(request);
+        let cloned = is_clone(&pod);
+        pod.remove();
+        cloned
+    };
+    let built = |count: usize| eventually("templates", || (directories(&node).len() == count).then_some(()));
+    assert!(!run("red", "one"));
+    built(1);
+    assert!(run("red", "two"));
+    assert!(!run("blue", "one"));
+    built(2);
+    assert!(run("blue", "two") && run("red", "three"));
+    let listed = node.templates(&["ls"]).ok();
+    assert!(listed.contains(" red ") && listed.contains(" blue "), "{listed}");
+}

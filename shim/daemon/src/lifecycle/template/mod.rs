@@ -1,0 +1,418 @@
+//! Manages the templates from which pods of engine `kvm` start. A template is built by a process of its own when the daemon begins and
+//! after a pod did not find one; no pod waits for it. docs/contributor/templates.md describes the whole.
+
+mod catalogue;
+mod key;
+
+pub(crate) use catalogue::{MissReason, TemplateCatalogue, TemplateEntry, TemplateFor, TemplateState};
+pub(crate) use key::{KeyBase, TemplateKey};
+
+use super::context::error::LifecycleError;
+use super::context::services::Pods;
+use crate::config::{Config, Handler, TemplateScope};
+use nacelle_base::files::{FileError, at, remove_tree_if_there};
+use nacelle_base::machine::MemoryPages;
+use nacelle_base::task::run_blocking_or_panic as blocking;
+use nacelle_base::{Chain, Classify, FailureKind};
+use nacelle_engine::{MEMORY_FILE, STATE_FILE};
+use nacelle_pod::client::ClientError;
+use nacelle_pod::spec::{EngineSpec, PodSpec};
+use nacelle_pod::template::{PodTemplate, TemplateShape, TemplateSpec};
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+
+/// The cgroup of the processes that build templates, to which their files in memory are charged.
+const CGROUP: &str = "nacelle/templates";
+/// The name of the directory of the template that is being built. It is no longer than the name of a pod's run directory, because sockets
+/// of a VM have paths in both.
+const DRAFT: &str = "building";
+/// The factor between the memory of two templates of a handler. A VM adds what it has beyond its template's memory, and the kernel
+/// describes each added page in the memory that it has already: 1.6 % of it, so an eighth of it for seven times as much.
+const MEMORY_STEP: u32 = 8;
+/// From this memory on, a kernel may use larger memory blocks than those in which a clone's memory is added.
+const MAX_MEMORY_MIB: u32 = 64 << 10;
+/// The time for a build besides the two boots.
+const BUILD_MARGIN: Duration = Duration::from_secs(30);
+
+/// Why a template could not be built.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TemplateError {
+    /// A file operation failed.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The process that builds it failed.
+    #[error(transparent)]
+    Process(#[from] ClientError),
+    /// There is no user for the process.
+    #[error(transparent)]
+    User(Box<LifecycleError>),
+    /// The kernel, the initramfs or the program was replaced meanwhile.
+    #[error("the kernel, the initramfs or nacelle-pod was replaced while the template was built")]
+    Replaced,
+}
+
+impl Classify for TemplateError {
+    fn kind(&self) -> FailureKind {
+        match self {
+            TemplateError::File(error) => error.kind(),
+            TemplateError::Process(error) => error.kind(),
+            TemplateError::User(error) => error.kind(),
+            TemplateError::Replaced => FailureKind::Conflict,
+        }
+    }
+}
+
+/// The templates of a node.
+pub(crate) struct Templates {
+    directory: PathBuf,
+    scope: TemplateScope,
+    max_bytes: u64,
+    keys: Arc<KeyBase>,
+    catalogue: Mutex<TemplateCatalogue>,
+    /// Changes with each change of the catalogue.
+    changed: watch::Sender<()>,
+}
+
+impl Templates {
+    /// Opens the directory of templates: keeps those that can be used, and removes what else is there. Blocks.
+    pub(crate) fn open(config: &Config, program: PathBuf) -> Result<Templates, FileError> {
+        let directory = config.paths.templates();
+        DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))?;
+        let templates = Templates {
+            scope: config.sandbox.templates,
+            max_bytes: config.sandbox.templates_max_mib.saturating_mul(1 << 20),
+            keys: Arc::new(KeyBase::read(program)),
+            catalogue: Mutex::default(),
+            changed: watch::Sender::default(),
+            directory,
+        };
+        for entry in fs::read_dir(&templates.directory).map_err(at("list", &templates.directory))? {
+            let path = entry.map_err(at("list", &templates.directory))?.path();
+            let kept = if templates.scope == TemplateScope::Off { None } else { templates.read(&path) };
+            match kept {
+                Some((key, content, bytes)) => templates.lock().insert_ready(key, content, bytes),
+                None => remove_tree_if_there(&path)?,
+            }
+        }
+        Ok(templates)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, TemplateCatalogue> {
+        self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads a template of an earlier daemon; `None` if it is incomplete, or is for another kernel, CPU or program.
+    fn read(&self, path: &Path) -> Option<(TemplateKey, TemplateFor, u64)> {
+        let key = TemplateKey::parse(path.file_name()?.to_str()?)?;
+        let TemplateSpec { shape, namespace, .. } = TemplateSpec::read(path).ok()?;
+        let expected = self.keys.key(&shape, namespace.as_deref()).ok()?;
+        let bytes = used_bytes(path).ok()?;
+        let is_of_scope = namespace.is_some() == (self.scope == TemplateScope::Namespace);
+        (key == expected && is_of_scope).then_some((key, TemplateFor { shape, namespace }, bytes))
+    }
+
+    /// Returns the template from which a pod of this namespace starts; if there is none, it is built for the next one. Counts hits and
+    /// misses of pods that could have one.
+    pub(crate) async fn find(&self, spec: &PodSpec, namespace: &str, handler: &Handler) -> Option<PodTemplate> {
+        if self.scope == TemplateScope::Off || !matches!(spec.engine, EngineSpec::Kvm {}) {
+            return None;
+        }
+        let found = match self.content(spec, namespace, handler) {
+            Ok(content) => self.look_up(content).await,
+            Err(reason) => Err(self.lock().miss(reason)),
+        };
+        match found {
+            Ok(template) => Some(template),
+            Err(reason) => {
+                tracing::info!(pod = %spec.id, %reason, "the VM of the pod boots: there is no template for it");
+                None
+            }
+        }
+    }
+
+    /// Returns what template a pod needs, or why there is none for it.
+    fn content(&self, spec: &PodSpec, namespace: &str, handler: &Handler) -> Result<TemplateFor, MissReason> {
+        if spec.kernel != handler.kernel {
+            return Err(MissReason::OwnKernel);
+        }
+        if spec.memory_pages == MemoryPages::Hugetlb {
+            return Err(MissReason::HugePages);
+        }
+        let first = u32::try_from(handler.memory_mib).unwrap_or(u32::MAX);
+        let memory_mib = template_memory(spec.memory_mib, first).ok_or(MissReason::Memory)?;
+        let namespace = (self.scope == TemplateScope::Namespace).then(|| namespace.to_owned());
+        Ok(TemplateFor { shape: TemplateShape::of(spec, memory_mib), namespace })
+    }
+
+    async fn look_up(&self, content: TemplateFor) -> Result<PodTemplate, MissReason> {
+        let memory_mib = content.shape.memory_mib;
+        let key = match self.key(&content).await {
+            Ok(key) => key,
+            // The boot reports a missing file.
+            Err(error) => {
+                tracing::debug!("cannot look for a template: {}", Chain(&error));
+                return Err(self.lock().miss(MissReason::BuildFailed));
+            }
+        };
+        let found = self.lock().find(&key, content, Instant::now());
+        self.changed.send_replace(());
+        found.map(|()| PodTemplate { directory: self.directory_of(&key), memory_mib })
+    }
+
+    async fn key(&self, content: &TemplateFor) -> Result<TemplateKey, FileError> {
+        let (keys, content) = (Arc::clone(&self.keys), content.clone());
+        blocking(move || keys.key(&content.shape, content.namespace.as_deref())).await
+    }
+
+    fn directory_of(&self, key: &TemplateKey) -> PathBuf {
+        self.directory.join(key.to_string())
+    }
+
+    /// Records that a pod process did not use the template, which is therefore removed and built again.
+    pub(crate) async fn discard(&self, template: &PodTemplate) {
+        let key = template.directory.file_name().and_then(|name| TemplateKey::parse(name.to_str()?));
+        let Some(key) = key else { return };
+        self.lock().miss(MissReason::Unusable);
+        tracing::warn!(template = %key, "a pod process could not use the template, which is removed");
+        self.drop_template(&key).await;
+    }
+
+    /// Removes a template; VMs that run from it are not affected. Returns whether there was one.
+    pub(crate) async fn drop_template(&self, key: &TemplateKey) -> bool {
+        let existed = self.lock().remove(key);
+        self.remove_files(key).await;
+        self.changed.send_replace(());
+        existed
+    }
+
+    async fn remove_files(&self, key: &TemplateKey) {
+        let directory = self.directory_of(key);
+        if let Err(error) = blocking(move || remove_tree_if_there(&directory)).await {
+            tracing::warn!(template = %key, "cannot remove the template: {}", Chain(&error));
+        }
+    }
+
+    /// Requests the template for pods of a handler without limits, if the handler's VMs start from one and all namespaces share it.
+    pub(crate) async fn want_for(&self, handler: &Handler) -> Result<Option<TemplateKey>, FileError> {
+        if self.scope != TemplateScope::Node || handler.memory_pages == MemoryPages::Hugetlb {
+            return Ok(None);
+        }
+        let first = u32::try_from(handler.memory_mib).unwrap_or(u32::MAX);
+        let Some(memory_mib) = template_memory(first, first) else { return Ok(None) };
+        let shape = TemplateShape {
+            vcpus: handler.vcpus,
+            max_vcpus: handler.max_vcpus.unwrap_or(handler.vcpus).max(handler.vcpus),
+            memory_mib,
+            console: handler.console,
+            kernel: handler.kernel.clone(),
+            initrd: handler.initrd.clone(),
+            kernel_args: handler.kernel_args.clone(),
+        };
+        let content = TemplateFor { shape, namespace: None };
+        let key = self.key(&content).await?;
+        self.lock().want(&key, content, Instant::now());
+        self.changed.send_replace(());
+        Ok(Some(key))
+    }
+
+    /// Waits until the template is neither wanted nor being built, and returns its state then; `None` if it was removed.
+    pub(crate) async fn wait_for(&self, key: &TemplateKey) -> Option<TemplateState> {
+        let mut changed = self.changed.subscribe();
+        loop {
+            match self.lock().state(key).cloned() {
+                Some(TemplateState::Wanted | TemplateState::Building) => {}
+                state => return state,
+            }
+            // The sender is a part of this value.
+            let _ = changed.changed().await;
+        }
+    }
+
+    /// Calls `look` with the catalogue.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&TemplateCatalogue) -> T) -> T {
+        look(&self.lock())
+    }
+
+    /// Builds templates that are wanted, one after the other, until the future is dropped. `user` lends a user to a process.
+    pub(crate) async fn build_wanted(
+        &self,
+        config: &Config,
+        pods: &dyn Pods,
+        lend: impl Fn() -> Result<Option<LentUser>, LifecycleError>,
+    ) {
+        let mut changed = self.changed.subscribe();
+        loop {
+            loop {
+                let Some((key, content)) = self.lock().begin_build() else { break };
+                let began = Instant::now();
+                let built = match lend() {
+                    Ok(user) => self.build(&key, content, config, pods, user).await,
+                    Err(error) => Err(TemplateError::User(Box::new(error))),
+                };
+                match built {
+                    Ok(()) => {
+                        tracing::info!(template = %key, seconds = began.elapsed().as_secs_f64(), "built a template")
+                    }
+                    Err(error) => {
+                        tracing::warn!(template = %key, "cannot build a template, so pods boot: {}", Chain(&error));
+                        self.lock().fail_build(&key, Chain(&error).to_string(), Instant::now());
+                    }
+                }
+                self.remove_stale().await;
+                self.changed.send_replace(());
+            }
+            // The sender is a part of this value.
+            let _ = changed.changed().await;
+        }
+    }
+
+    async fn build(
+        &self,
+        key: &TemplateKey,
+        content: TemplateFor,
+        config: &Config,
+        pods: &dyn Pods,
+        user: Option<LentUser>,
+    ) -> Result<(), TemplateError> {
+        let boot_timeout = config.sandbox.boot_timeout;
+        let spec = TemplateSpec {
+            version: nacelle_pod::spec::VERSION,
+            shape: content.shape.clone(),
+            namespace: content.namespace.clone(),
+            boot_ms: config.sandbox.boot_timeout_ms(),
+            seccomp: config.jail.seccomp,
+            cgroup: CGROUP.into(),
+            user: user.as_ref().map(|user| user.id),
+        };
+        let draft = Draft::create(self.directory.join(DRAFT)).await?;
+        pods.build_template(&draft.directory, &spec, boot_timeout.saturating_mul(2).saturating_add(BUILD_MARGIN))
+            .await?;
+        // The process has read the files by their names.
+        if self.key(&content).await? != *key {
+            return Err(TemplateError::Replaced);
+        }
+        let (built, target) = (draft.directory.clone(), self.directory_of(key));
+        let bytes = blocking(move || finish(&built, &target)).await?;
+        let evicted = {
+            let mut catalogue = self.lock();
+            match catalogue.end_build(key, bytes) {
+                true => catalogue.evict(self.max_bytes),
+                false => vec![key.clone()],
+            }
+        };
+        for key in evicted {
+            tracing::info!(template = %key, "removed a template");
+            self.remove_files(&key).await;
+        }
+        Ok(())
+    }
+
+    /// Removes the templates whose kernel, initramfs or program was replaced.
+    async fn remove_stale(&self) {
+        let all: Vec<_> = self.look(|catalogue| {
+            let ready = catalogue.entries().filter(|(_, entry)| matches!(entry.state, TemplateState::Ready { .. }));
+            ready.map(|(key, entry)| (key.clone(), entry.content.clone())).collect()
+        });
+        for (key, content) in all {
+            if !self.key(&content).await.is_ok_and(|now| now == key) {
+                tracing::info!(template = %key, "removed a template whose kernel, initramfs or program was replaced");
+                self.drop_template(&key).await;
+            }
+        }
+    }
+}
+
+/// A user that a process has while it builds a template.
+pub(crate) struct LentUser {
+    pub id: u32,
+    give_back: Box<dyn Fn(u32) + Send + Sync>,
+}
+
+impl LentUser {
+    pub(crate) fn new(id: u32, give_back: impl Fn(u32) + Send + Sync + 'static) -> LentUser {
+        LentUser { id, give_back: Box::new(give_back) }
+    }
+}
+
+impl Drop for LentUser {
+    fn drop(&mut self) {
+        (self.give_back)(self.id);
+    }
+}
+
+/// The directory of a template that is not complete; goes with this value.
+struct Draft {
+    directory: PathBuf,
+}
+
+impl Draft {
+    async fn create(directory: PathBuf) -> Result<Draft, FileError> {
+        let draft = Draft { directory };
+        let directory = draft.directory.clone();
+        let create = move || {
+            remove_tree_if_there(&directory)?;
+            DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))
+        };
+        blocking(create).await.map(|()| draft)
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // On the runtime's own thread, but of four files in memory.
+        if let Err(error) = remove_tree_if_there(&self.directory) {
+            tracing::warn!("cannot remove an incomplete template: {}", Chain(&error));
+        }
+    }
+}
+
+/// Gives a template its name. Returns the memory that its files take.
+fn finish(built: &Path, target: &Path) -> Result<u64, FileError> {
+    let bytes = used_bytes(built).map_err(at("stat", built))?;
+    remove_tree_if_there(target)?;
+    fs::rename(built, target).map_err(at("rename", built))?;
+    Ok(bytes)
+}
+
+/// Returns the memory that a template's files take.
+fn used_bytes(directory: &Path) -> std::io::Result<u64> {
+    let used = |name: &str| directory.join(name).metadata().map(|file| file.blocks() * 512);
+    Ok(used(STATE_FILE)? + used(MEMORY_FILE)?)
+}
+
+/// Returns the memory of the template for a VM with `memory_mib`: the first template's memory, or eight or sixty-four times as much and
+/// so on, as the VM has. A VM with less than that gets a template of its own size. `None` for sizes at which no template is used.
+fn template_memory(memory_mib: u32, first: u32) -> Option<u32> {
+    let mut template = first.min(memory_mib);
+    while let Some(next) =
+        template.checked_mul(MEMORY_STEP).filter(|next| *next <= memory_mib && *next < MAX_MEMORY_MIB)
+    {
+        template = next;
+    }
+    (template < MAX_MEMORY_MIB).then_some(template)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_template_has_at_least_an_eighth_of_the_memory() {
+        for (memory, first, template) in [
+            (256, 256, Some(256)),
+            (300, 256, Some(256)),
+            (100, 256, Some(100)),
+            (2047, 256, Some(256)),
+            (2048, 256, Some(2048)),
+            (1 << 20, 256, Some(16 << 10)),
+            (1 << 20, 64 << 10, None),
+            (u32::MAX, 128, Some(8 << 10)),
+        ] {
+            assert_eq!(template_memory(memory, first), template, "{memory} {first}");
+        }
+    }
+}
