@@ -409,12 +409,14 @@ mod tests {
         #[test]
         fn random_snapshots(data in bytes(), cut in any::<prop::sample::Index>(), byte in any::<u8>()) {
             snapshot(&data);
-            let good = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/snapshot/document");
-            let mut good = std::fs::read(good).unwrap();
-            let at = cut.index(good.len());
-            good[at] = byte;
-            snapshot(&good);
-            snapshot(&good[..at]);
+            let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/snapshot");
+            for good in ["document", "document-2"] {
+                let mut good = std::fs::read(corpus.join(good)).unwrap();
+                let at = cut.index(good.len());
+                good[at] = byte;
+                snapshot(&good);
+                snapshot(&good[..at]);
+            }
         }
 
         #[test]

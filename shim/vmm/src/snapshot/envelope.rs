@@ -1,14 +1,19 @@
-//! Encodes and decodes the file `state`: a header of 32 bytes (magic, version, checksum, length) and a JSON document. The
-//! reader trusts no byte: any input gives a state or an error.
+//! Encodes and decodes the file `state`: a header of 32 bytes (magic, version, checksum, length) and a document, which is CBOR
+//! (RFC 8949) in version 2 and JSON in version 1. The reader trusts no byte: any input gives a state or an error.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::error::Error;
 use std::path::Path;
 
 use super::SnapshotError;
 
 /// The version of newly written files. Older ones are converted when they are read.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The last version whose document is JSON.
+const LAST_JSON: u32 = 1;
+/// The longest byte string of a document, in bytes: the extended registers of a vCPU.
+const MAX_STRING: usize = 4096;
 
 /// The maximum size of the file `state` in bytes. A VM with 64 vCPUs needs less than a fourth of it.
 pub const MAX_STATE_BYTES: u64 = 16 << 20;
@@ -59,17 +64,19 @@ fn checksum(version: u32, document: &[u8]) -> u32 {
 
 /// Encodes a state as the bytes of the file.
 pub(super) fn encode(state: &impl Serialize) -> Result<Vec<u8>, SnapshotError> {
-    add_header(&serde_json::to_vec(state).map_err(|source| SnapshotError::Encode { source })?)
+    let mut document = Vec::new();
+    ciborium::into_writer(state, &mut document).map_err(|source| SnapshotError::Encode { source: Box::new(source) })?;
+    add_header(VERSION, &document)
 }
 
-/// Adds the header to a document.
-pub(super) fn add_header(document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
+/// Adds the header to a document of this version.
+pub(super) fn add_header(version: u32, document: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     let length = document.len() as u64;
     let bytes = length.saturating_add(HEADER_BYTES as u64);
     if bytes > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes, max: MAX_STATE_BYTES });
     }
-    let mut bytes = StateHeader { version: VERSION, checksum: checksum(VERSION, document), length }.bytes();
+    let mut bytes = StateHeader { version, checksum: checksum(version, document), length }.bytes();
     bytes.extend(document);
     Ok(bytes)
 }
@@ -93,5 +100,19 @@ pub(super) fn decode<S: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<S
     if got != header.checksum {
         return Err(SnapshotError::Checksum { path: path(), got, expected: header.checksum });
     }
-    serde_json::from_slice(document).map_err(|source| SnapshotError::Decode { path: path(), source })
+    let decoded = match header.version {
+        ..=LAST_JSON => serde_json::from_slice(document).map_err(Box::from),
+        _ => decode_cbor(document),
+    };
+    decoded.map_err(|source| SnapshotError::Decode { path: path(), source })
+}
+
+/// Decodes a whole CBOR document. The decoder allocates as bytes arrive and limits the depth.
+fn decode_cbor<S: DeserializeOwned>(document: &[u8]) -> Result<S, Box<dyn Error + Send + Sync>> {
+    let mut rest = document;
+    let state = ciborium::de::from_reader_with_buffer(&mut rest, &mut [0; MAX_STRING])?;
+    match rest {
+        [] => Ok(state),
+        rest => Err(format!("{} bytes follow the document", rest.len()).into()),
+    }
 }

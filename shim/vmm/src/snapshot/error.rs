@@ -35,7 +35,7 @@ pub enum SnapshotError {
     #[error("cannot serialize the VM's state")]
     Encode {
         /// The cause.
-        source: serde_json::Error,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The state exceeds the maximum size.
     #[error("the VM's state is too large ({bytes} bytes): the maximum is {max}")]
@@ -85,7 +85,7 @@ pub enum SnapshotError {
         /// The file.
         path: PathBuf,
         /// The cause.
-        source: serde_json::Error,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The VM's state cannot be saved.
     #[error("cannot read the VM's state")]

@@ -43,7 +43,7 @@ pub const MEMORY_FILE: &str = "memory";
 /// Which pages of this process exist (kernel's admin-guide/mm/pagemap).
 const PAGEMAP: &str = "/proc/self/pagemap";
 
-/// The document in the file `state`, version 1. New fields must be optional; any other change needs a new version.
+/// The document in the file `state`. New fields must be optional; any other change needs a new version.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document<S> {
     memory_mib: u32,
@@ -168,11 +168,11 @@ fn read<S: DeserializeOwned>(files: SnapshotFiles) -> Result<Snapshot<S>, Snapsh
     }
 }
 
-/// Harness for `fuzz`: reads these bytes as a file `state`, and as the document of a file with a valid header.
+/// Harness for `fuzz`: reads these bytes as a file `state`, and as the document of a file with a valid header of each version.
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) fn harness(data: &[u8]) {
-    let with_header = envelope::add_header(data).unwrap_or_default();
-    for bytes in [data, &with_header] {
+    let [json, cbor] = [1, VERSION].map(|version| envelope::add_header(version, data).unwrap_or_default());
+    for bytes in [data, &json, &cbor] {
         if let Ok(document) = envelope::decode::<Document<MachineState>>(bytes, Path::new(STATE_FILE)) {
             let reencoded = envelope::encode(&document).unwrap_or_default();
             assert!(envelope::decode::<Document<MachineState>>(&reencoded, Path::new(STATE_FILE)).is_ok());
