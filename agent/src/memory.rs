@@ -267,12 +267,18 @@ impl BlockFiles {
     }
 }
 
-/// Reads the bytes that are available to programs (proc_meminfo(5)).
+/// Reads the bytes that are available to programs.
 pub(crate) fn read_available(meminfo: &Path) -> io::Result<u64> {
+    read_meminfo(meminfo, "MemAvailable")
+}
+
+/// Reads a line of /proc/meminfo (proc_meminfo(5)), in bytes.
+pub(crate) fn read_meminfo(meminfo: &Path, name: &str) -> io::Result<u64> {
     let text = fs::read_to_string(meminfo)?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
-    let parsed = line.and_then(|kib| kib.trim_end().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024));
-    parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "there is no line MemAvailable"))
+    let of =
+        |line: &str| line.strip_prefix(name)?.strip_prefix(':')?.trim().strip_suffix("kB")?.trim_end().parse().ok();
+    let parsed = text.lines().find_map(of).map(|kib: u64| kib.saturating_mul(1024));
+    parsed.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("there is no line {name}")))
 }
 
 /// Writes to an existing file with one call of write(2), which a signal may interrupt.

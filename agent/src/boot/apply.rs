@@ -1,7 +1,7 @@
 //! Applies a `BootConfig`: clock, random pool, memory, devices, user namespace, host name, network, sysctls, and the pod's files in /etc.
 
 use ipnet::IpNet;
-use nacelle_proto::agent::{BootConfig, MemoryRange, UserNamespace};
+use nacelle_proto::agent::{BootConfig, UserNamespace};
 use nacelle_proto::common::{Dns, Interface, Neighbour, Route};
 use nix::sched::{CloneFlags, setns};
 use std::fs;
@@ -9,13 +9,13 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
+use super::added_memory::add_memory;
 use super::error::BootError;
 use super::hardware::adopt_devices;
 use super::mounts::unmount_sysfs;
 use super::netlink::{
     LinkChange, NetlinkSocket, NetworkLink, NewRoute, add_address, add_neighbour, add_route, get_links, set_link,
 };
-use crate::memory::HotplugMemory;
 use crate::userns::UserNs;
 
 /// The sysctl of the UTS namespace, which only the first root of the kernel may write.
@@ -29,12 +29,6 @@ pub fn apply(config: &BootConfig) -> Result<Option<UserNs>, BootError> {
     adopt_devices()?;
     unmount_sysfs()?;
     apply_to_pod(config, Some((&config.interfaces, &config.routes)), CloneFlags::CLONE_NEWNET)
-}
-
-fn add_memory(ranges: &[MemoryRange]) -> Result<(), BootError> {
-    let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
-    let ranges: Vec<_> = ranges.iter().map(range).collect();
-    HotplugMemory::of_guest().add(&ranges).map_err(|source| BootError::Memory { source })
 }
 
 /// Applies what concerns the pod alone: user namespace, host name, network, sysctls. `with` are the kinds of further namespaces

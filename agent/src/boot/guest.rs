@@ -1,7 +1,7 @@
 //! Boots the agent as PID 1 of a VM.
 //!
 //! The hello is sent before anything else, so that the host prepares its answer while the guest works. What only containers
-//! need is done after the report.
+//! need is done after the report. A template is saved when it has sent its hello, so it sends it last.
 
 use nacelle_base::Chain;
 use nacelle_proto::agent::BootReport;
@@ -14,7 +14,7 @@ use super::error::BootError;
 use super::handshake::{connect_and_greet, monotonic_nanos, open_vsock, receive_configuration};
 use super::ports::{RPC_PORT, STREAM_PORT};
 use super::ready::BootedAgent;
-use super::{apply, mounts};
+use super::{apply, mounts, template};
 use crate::frame;
 use crate::huge_pages::HugePages;
 use crate::image::GuestDisks;
@@ -27,9 +27,18 @@ use crate::zygote::Zygote;
 pub fn boot() -> Result<BootedAgent, BootError> {
     let started_nanos = monotonic_nanos();
     let handshake = |source| BootError::Handshake { source };
-    let host = connect_and_greet(started_nanos)?;
+    let greeted = if template::is_template() { None } else { Some(connect_and_greet(started_nanos)?) };
     mounts::switch_root()?;
     crate::log::log_to_kernel();
+    let host = match greeted {
+        Some(host) => host,
+        None => {
+            if let Err(error) = template::clear_free_memory() {
+                tracing::warn!(%error, "cannot clear the free memory, so the template is larger than necessary");
+            }
+            connect_and_greet(started_nanos)?
+        }
+    };
     let (mut host, config) = receive_configuration(host, started_nanos)?;
     let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();

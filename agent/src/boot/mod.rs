@@ -3,6 +3,7 @@
 //! `guest` boots in a VM, `host` on the node without one. Both are synchronous, have one thread, and do as little as possible
 //! before they report to the host that the pod is ready.
 
+mod added_memory;
 pub mod apply;
 mod error;
 pub mod guest;
@@ -13,6 +14,7 @@ pub mod mounts;
 pub mod netlink;
 pub mod ports;
 mod ready;
+mod template;
 
 pub use error::BootError;
 pub use ready::BootedAgent;

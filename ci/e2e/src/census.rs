@@ -108,9 +108,10 @@ fn files(directory: &Path, all: &mut BTreeSet<String>) {
         let name = entry.file_name().to_string_lossy().into_owned();
         if path.is_dir() {
             // Templates of VMs stay as images do: they belong to no pod.
-            if name != "templates" {
-                files(&path, all);
+            if directory.ends_with("run/templates") && name != "building" {
+                continue;
             }
+            files(&path, all);
         } else if name != "lock" && name != "last-event" && !name.starts_with("last_reserved") {
             all.insert(format!("file {}", path.display()));
         }

@@ -132,7 +132,8 @@ impl TestNode {
         command.args(words).stdin(Stdio::null());
         self.daemon = Some(self.spawn(command));
         self.wait_until_answering();
-        if engine() == "kvm" {
+        let config = fs::read_to_string(self.directory.join("config.toml")).unwrap_or_default();
+        if engine() == "kvm" && !config.contains("templates = ") {
             // Otherwise the first pods would boot beside the template.
             self.templates(&["build"]).ok();
         }
@@ -271,6 +272,10 @@ impl Drop for TestNode {
             }
         }
         let mut leaked = Vec::new();
+        if self.daemon.is_some() && engine() == "kvm" {
+            // How many of the pods were clones is a figure of the whole suite.
+            println!("templates: {}", self.templates(&["ls"]).stdout.lines().last().unwrap_or_default());
+        }
         if self.daemon.is_some() {
             self.crictl.try_call(["rmp", "--all", "--force"]);
             let end = std::time::Instant::now() + crate::run::WAIT_LIMIT;

@@ -129,7 +129,6 @@ fn the_boot_timeline_of_a_pod_is_reported_and_drawn() {
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(PodRequest::new("flight", node.directory()));
     let container = pod.start(ContainerRequest::sh("c", &image, "sleep 600"));
-    let guest = nacelle_e2e::node::engine() != "host";
     let info = node.crictl.call_json(["inspectp", "-o", "json", &pod.id])["info"].take();
     let steps = |info: &Value| -> Vec<String> {
         let steps = info["timeline"].as_array().cloned().unwrap_or_default();
@@ -137,9 +136,13 @@ fn the_boot_timeline_of_a_pod_is_reported_and_drawn() {
         steps.iter().map(|step| step["what"].as_str().unwrap_or_default().to_owned()).collect()
     };
     let of_pod = steps(&info);
-    let both = ["network namespace", "pod process", "CNI", "machine", "guest ready"];
-    let wanted =
-        if guest { [&both[..], &["taps and scratch disk", "kernel", "agent"]].concat() } else { both.to_vec() };
+    let all = ["network namespace", "pod process", "CNI", "guest ready"];
+    let own: &[&str] = match nacelle_e2e::node::engine().as_str() {
+        "host" => &["machine"],
+        "kvm" => &["taps and scratch disk", "template", "machine from its template"],
+        _ => &["taps and scratch disk", "machine", "kernel", "agent"],
+    };
+    let wanted = [&all[..], own].concat();
     assert!(wanted.iter().all(|step| of_pod.iter().any(|known| known == step)), "{of_pod:?}");
     assert!(info["console"].is_string(), "{info}");
     let info = node.crictl.call_json(["inspect", "-o", "json", &container.id])["info"].take();

@@ -67,6 +67,11 @@ impl node::node_server::Node for NodeService {
         }
         let only = Some(handler.as_str()).filter(|handler| !handler.is_empty());
         let built = self.node.build_templates_now(only).await.map_err(status)?;
+        if built.is_empty() {
+            let why = "only VMs of engine kvm without huge pages have templates, and with sandbox.templates = \"namespace\" they are built \
+                       after a pod";
+            return Err(refuse(FailureKind::Conflict, &format!("there is no template to build: {why}")));
+        }
         let keys = built.into_iter().map(|(key, state)| match state {
             Some(TemplateState::Ready { .. }) => Ok(key.to_string()),
             Some(TemplateState::Failed { why, .. }) => {

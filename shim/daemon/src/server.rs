@@ -153,7 +153,7 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
         }
         let images = open_images(&opened_config, &unpack)?;
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
-        let templates = Templates::open(&opened_config, pod_program)?;
+        let templates = Templates::open(&opened_config, pod_program);
         Ok((store, contents, images, vms, templates, locks, events))
     });
     let (store, contents, images, vms, templates, locks, events) = opened.await??;

@@ -218,6 +218,22 @@ pub fn join(group: &Path) -> Result<(), FileError> {
     first
 }
 
+/// Gives the processes of a cgroup the smallest share of the CPUs that others want, too (`cpu.weight`, with cgroup v1 `cpu.shares`), where the
+/// node has that controller.
+pub fn set_lowest_cpu_weight(group: &Path) -> Result<(), FileError> {
+    for directory in directories(group) {
+        for (name, lowest) in [("cpu.weight", "1"), ("cpu.shares", "2")] {
+            let file = directory.join(name);
+            match fs::OpenOptions::new().write(true).open(&file).and_then(|mut file| file.write_all(lowest.as_bytes()))
+            {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                written => written.map_err(at("write", &file))?,
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Enables the controllers of cgroup v2 in all ancestors of the cgroup, as far as the node allows, because a cgroup can
 /// limit only what its ancestors have enabled. An ancestor with processes of its own enables nothing more: with threaded
 /// controllers alone it would become a threaded domain, whose children cannot have processes (cgroup-v2.rst, "Threads").

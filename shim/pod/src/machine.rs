@@ -166,6 +166,7 @@ pub async fn assemble(
     prepared: PreparedVm,
 ) -> Result<AssembledVm, PodError> {
     let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, clock_steps: _, template, timeline } = prepared;
+    let template = template.filter(|_saved| engine.as_restorer().is_some());
     let from_template = template.is_some();
     let memory = MemoryLayout::new(spec, template.as_ref().map(Snapshot::memory_mib));
     let mut undo = UndoStack::new();

@@ -41,9 +41,13 @@ pub struct VmCost {
 pub fn measure_vm(process: &ProcessIdentity) -> Option<VmCost> {
     let mut whole = measure_processes(process)?;
     let directories = list_descendants(Path::new("/proc"), process.pid);
-    let guest_bytes = directories.iter().map(|directory| guest_memory(directory)).max().unwrap_or(0);
+    let guest = directories.iter().map(|directory| guest_memory(directory)).max_by_key(|guest| guest.own_bytes);
+    let guest = guest.unwrap_or_default();
     whole.anonymous_bytes =
         directories.iter().try_fold(0, |sum, directory| add_anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
+    // A template belongs to no pod, although its file is shared memory of each clone.
+    whole.anonymous_bytes = whole.anonymous_bytes.saturating_sub(guest.template_share_bytes);
+    whole.memory_bytes = whole.memory_bytes.saturating_sub(guest.template_bytes);
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
     let group = cgroup_usage(&groups);
     if let Some(group) = group {
@@ -55,7 +59,7 @@ pub fn measure_vm(process: &ProcessIdentity) -> Option<VmCost> {
         }
     }
     whole.memory_bytes = whole.memory_bytes.max(whole.anonymous_bytes);
-    Some(VmCost { whole, guest_bytes: guest_bytes.min(whole.memory_bytes), group })
+    Some(VmCost { whole, guest_bytes: guest.own_bytes.min(whole.memory_bytes), group })
 }
 
 /// Adds a process's memory without a file to `sum`, each page divided by the number of processes that share it: forked processes
@@ -74,27 +78,83 @@ fn add_anonymous(sum: u64, directory: &Path) -> Option<u64> {
     Some(sum.saturating_add(kib.saturating_mul(1024)))
 }
 
-/// Returns the resident bytes of the mappings in /proc/PID/smaps that may be guest memory: large, anonymous, writable and not
-/// executable (an emulator's translated code is executable).
-fn guest_memory(directory: &Path) -> u64 {
-    let (mut sum, mut large) = (0_u64, false);
-    let Ok(file) = File::open(directory.join("smaps")) else { return 0 };
-    let mut can_be = false;
+/// The memory of a guest in one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct GuestMemory {
+    /// The resident bytes that are the guest's own.
+    own_bytes: u64,
+    /// The resident bytes of its template that it has not written, which its clones share.
+    template_bytes: u64,
+    /// The same, each page divided by the number of processes that have mapped it.
+    template_share_bytes: u64,
+}
+
+/// A mapping in /proc/PID/smaps, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mapping {
+    start: u64,
+    end: u64,
+    /// It may be guest memory: anonymous, writable and not executable (an emulator's translated code is executable), or of a template.
+    can_be_guest: bool,
+    is_template: bool,
+    resident: u64,
+    proportional: u64,
+    anonymous: u64,
+}
+
+impl Mapping {
+    /// Parses the first line of a mapping: "START-END RIGHTS OFFSET DEVICE INODE NAME".
+    fn parse(line: &str) -> Option<Mapping> {
+        let mut words = line.split_whitespace();
+        let (range, rights) = (words.next()?, words.next()?);
+        let (start, end) = range.split_once('-')?;
+        let [start, end] = [start, end].map(|address| u64::from_str_radix(address, 16));
+        let name = words.nth(3).unwrap_or_default();
+        let is_template = name.contains(TEMPLATES) && name.ends_with(TEMPLATE_MEMORY);
+        let is_anonymous =
+            name.is_empty() || ["/memfd:", "/anon_hugepage", "[anon"].iter().any(|start| name.starts_with(start));
+        let can_be_guest = rights.starts_with("rw-") && (is_anonymous || is_template);
+        Some(Mapping { start: start.ok()?, end: end.ok()?, can_be_guest, is_template, ..Mapping::default() })
+    }
+}
+
+/// Parts of the path of a template's memory, which its clones have mapped.
+const TEMPLATES: &str = "/templates/";
+const TEMPLATE_MEMORY: &str = "/memory";
+
+/// Returns the memory of the guest in this process. It is in large mappings; that of a clone is in many that adjoin each other, with parts of
+/// its template among them.
+fn guest_memory(directory: &Path) -> GuestMemory {
+    let Ok(file) = File::open(directory.join("smaps")) else { return GuestMemory::default() };
+    let mut mappings: Vec<Mapping> = Vec::new();
     for line in BufReader::new(file).lines().map_while(Result::ok) {
         let mut words = line.split_whitespace();
-        let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
-        let kib = || second.parse::<u64>().unwrap_or(0).saturating_mul(1024);
-        match first.strip_suffix(':') {
-            None => {
-                let name = words.nth(3).unwrap_or_default();
-                can_be = second.starts_with("rw-")
-                    && (name.is_empty()
-                        || ["/memfd:", "/anon_hugepage", "[anon"].iter().any(|start| name.starts_with(start)));
-                large = false;
+        let (Some(first), second) = (words.next(), words.next().unwrap_or_default()) else { continue };
+        let bytes = || second.parse::<u64>().unwrap_or(0).saturating_mul(1024);
+        match (first.strip_suffix(':'), mappings.last_mut()) {
+            (None, _) => mappings.extend(Mapping::parse(&line)),
+            (Some("Rss" | "Shared_Hugetlb" | "Private_Hugetlb"), Some(last)) => {
+                last.resident = last.resident.saturating_add(bytes());
             }
-            Some("Size") => large = can_be && kib() >= MIN_GUEST_MAPPING,
-            Some("Rss" | "Shared_Hugetlb" | "Private_Hugetlb") if large => sum = sum.saturating_add(kib()),
-            Some(_) => {}
+            (Some("Pss"), Some(last)) => last.proportional = bytes(),
+            (Some("Anonymous"), Some(last)) => last.anonymous = bytes(),
+            _ => {}
+        }
+    }
+    let mut sum = GuestMemory::default();
+    for region in mappings.chunk_by(|one, next| one.can_be_guest && next.can_be_guest && one.end == next.start) {
+        let is_clone = region.iter().any(|mapping| mapping.is_template);
+        for mapping in region {
+            let large = mapping.end.saturating_sub(mapping.start) >= MIN_GUEST_MAPPING;
+            if mapping.is_template {
+                sum.own_bytes = sum.own_bytes.saturating_add(mapping.anonymous);
+                sum.template_bytes =
+                    sum.template_bytes.saturating_add(mapping.resident.saturating_sub(mapping.anonymous));
+                let share = mapping.proportional.saturating_sub(mapping.anonymous);
+                sum.template_share_bytes = sum.template_share_bytes.saturating_add(share);
+            } else if mapping.can_be_guest && (is_clone || large) {
+                sum.own_bytes = sum.own_bytes.saturating_add(mapping.resident);
+            }
         }
     }
     sum
@@ -215,8 +275,13 @@ mod tests {
     #[test]
     fn a_guests_memory_is_told_from_the_rest() {
         let directory = tempfile::tempdir().unwrap();
-        let mapping = |rights: &str, name: &str, size: u64, rss: u64| {
-            let head = format!("7f0000000000-7f0008000000 {rights} 00000000 00:01 7 {name}\n");
+        let mut next = 0x7f00_0000_0000_u64;
+        let mut mapping = |rights: &str, name: &str, size: u64, rss: u64| {
+            let start = next;
+            next = start + (size << 10);
+            // A page lies between two mappings.
+            let head = format!("{:x}-{next:x} {rights} 00000000 00:01 7 {name}\n", start);
+            next += 4096;
             format!("{head}Size: {size} kB\nRss: {rss} kB\nPss: 1 kB\nPrivate_Hugetlb: 0 kB\n")
         };
         let text = [
@@ -228,9 +293,31 @@ mod tests {
             mapping("rw-p", "[heap]", 64 << 10, 600_000),
         ];
         fs::write(directory.path().join("smaps"), text.concat()).unwrap();
-        assert_eq!(guest_memory(directory.path()), 21 << 10);
+        let own = GuestMemory { own_bytes: 21 << 10, ..GuestMemory::default() };
+        assert_eq!(guest_memory(directory.path()), own);
         fs::write(directory.path().join("smaps"), [0xff, 0xfe, b'\n']).unwrap();
-        assert_eq!((guest_memory(directory.path()), guest_memory(&directory.path().join("none"))), (0, 0));
+        let none = GuestMemory::default();
+        assert_eq!((guest_memory(directory.path()), guest_memory(&directory.path().join("none"))), (none, none));
+    }
+
+    #[test]
+    fn a_clones_memory_is_told_from_its_templates() {
+        let directory = tempfile::tempdir().unwrap();
+        let mapping = |range: &str, name: &str, [rss, pss, anonymous]: [u64; 3]| {
+            format!("{range} rw-p 00000000 00:01 7 {name}\nRss: {rss} kB\nPss: {pss} kB\nAnonymous: {anonymous} kB\n")
+        };
+        let template = "/run/nacelle/templates/0123456789abcdef/memory (deleted)";
+        let text = [
+            // Not beside the guest's memory.
+            mapping("1000-2000", "", [4, 4, 4]),
+            mapping("200000-400000", template, [100, 30, 20]),
+            mapping("400000-800000", "", [2048, 2048, 2048]),
+            mapping("800000-a00000", template, [50, 10, 0]),
+            mapping("a00000-b00000", "/other/templates/x", [9, 9, 9]),
+        ];
+        fs::write(directory.path().join("smaps"), text.concat()).unwrap();
+        let expected = GuestMemory { own_bytes: 2068 << 10, template_bytes: 130 << 10, template_share_bytes: 20 << 10 };
+        assert_eq!(guest_memory(directory.path()), expected);
     }
 
     #[test]

@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         }
         [flag, dir] if flag == "--template" => nacelle_pod::template::build(dir.as_ref()),
         _ => {
-            eprintln!("nacelle-pod: usage: nacelle-pod --dir DIR (the daemon starts this program)");
+            eprintln!("nacelle-pod: usage: nacelle-pod --dir DIR | --template DIR (the daemon starts this program)");
             ExitCode::FAILURE
         }
     }

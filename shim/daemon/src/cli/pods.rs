@@ -103,7 +103,6 @@ fn format_mebibytes(bytes: Option<i64>) -> String {
     bytes.map_or_else(|| "-".to_owned(), |bytes| format!("{} MiB", bytes >> 20))
 }
 
-/// Aligns the columns of a table.
 async fn draw_timelines(client: &mut Client, id: String) -> anyhow::Result<String> {
     let (status, info) = pod_status(client, &id).await?;
     let pod = status.status.unwrap_or_default();

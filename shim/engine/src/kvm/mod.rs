@@ -40,6 +40,8 @@ const OWN_DEVICES: usize = 4;
 /// to 4 MiB) that a small guest has free, which crashes it on a busy node. With one vCPU, Linux would replace thousands of
 /// lock prefixes at each boot, switching address spaces twice for each (docs/contributor/machine.md has the cost).
 const CMDLINE: [&str; 4] = ["quiet", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
+/// Informs the agent that its VM is to be saved. The kernel does not know the parameter, and passes it to init's environment.
+const TEMPLATE_PARAMETER: &str = "nacelle_template=1";
 /// The maximum duration of one wait; the warden then waits again.
 const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
@@ -108,7 +110,10 @@ fn boot(spec: CheckedSpec, announce_all_windows: bool) -> Result<Box<dyn Machine
         fs::File::open(path).map_err(file_error("open", path))?;
     }
     let create_error = |source| EngineError::Machine { what: "create", source };
-    let config = VmConfig { announce_all_windows, ..vm_config(&spec) };
+    let mut config = VmConfig { announce_all_windows, ..vm_config(&spec) };
+    if announce_all_windows {
+        config.cmdline.push(TEMPLATE_PARAMETER.to_owned());
+    }
     assemble_vm(
         spec,
         false,

@@ -13,12 +13,12 @@ use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{
     Engine, EngineError, Machine, MachineSpec, Restorer, SnapshotError, SnapshotFiles, StopMode, read_snapshot,
 };
-use nacelle_jail::ThreadKind;
+use nacelle_jail::{ThreadKind, cgroup};
 use std::path::Path;
 use std::process::ExitCode;
 use tokio::runtime::Runtime;
 
-/// By how much the process lowers its priority (nice(2)): no pod waits for a template.
+/// By how much the process lowers its priority (nice(2)).
 const NICENESS: i32 = 10;
 
 /// Builds the template that `DIR/template.json` specifies, in the same directory: its files `state` and `memory`. The exit code is 0 if
@@ -38,6 +38,11 @@ fn build_in(dir: &Path) -> Result<(), PodError> {
     let spec = TemplateSpec::read(dir)?;
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     nacelle_jail::drop_oom_protection();
+    // No pod waits for a template. Where the node has no such controller, the nice value counts.
+    let joined = cgroup::join(&spec.cgroup).and_then(|()| cgroup::set_lowest_cpu_weight(&spec.cgroup));
+    if let Err(error) = joined {
+        tracing::warn!("the template is charged to the daemon: {}", Chain(&error));
+    }
     if let Err(error) = rustix::process::nice(NICENESS) {
         tracing::warn!(%error, "cannot lower the priority of this process");
     }

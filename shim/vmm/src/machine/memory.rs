@@ -334,7 +334,9 @@ fn map_region(
             // SAFETY: as above.
             unsafe { mmap_anonymous(Some(at.addr()), size, protection, flags) }.map_err(map_error)?;
             if let Some(file) = file {
-                for range in find_data(file, offset..offset + length) {
+                // Behind the end of the file there is nothing to map: an access would be fatal.
+                let end = file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len();
+                for range in find_data(file, offset..(offset + length).min(end).max(offset)) {
                     map_file(file, range).map_err(map_error)?;
                 }
             }
@@ -460,6 +462,21 @@ mod tests {
         one.memory().write_obj(1u8, GuestAddress(5)).unwrap();
         assert_eq!(two.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x5a5a);
         assert_eq!(one.memory().read_obj::<u16>(GuestAddress(4)).unwrap(), 0x015a);
+    }
+
+    #[test]
+    fn memory_behind_the_file_is_anonymous() {
+        // The file ends within a huge page that has data.
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(17 << 20).unwrap();
+        file.write_all_at(&[0x5a; 4096], 16 << 20).unwrap();
+        let guest = GuestMemory::from_file(64, 17, &file, HostPages::Transparent).unwrap();
+        assert_eq!(guest.memory().read_obj::<u8>(GuestAddress(16 << 20)).unwrap(), 0x5a);
+        for at in [17 << 20, (18 << 20) - 1, 63 << 20] {
+            assert_eq!(guest.memory().read_obj::<u8>(GuestAddress(at)).unwrap(), 0);
+            guest.memory().write_obj(1u8, GuestAddress(at)).unwrap();
+        }
+        assert_eq!(file.metadata().unwrap().len(), 17 << 20);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::Node;
 use crate::config::Handler;
 use crate::lifecycle::context::error::{LifecycleError, at};
-use crate::lifecycle::template::{LentUser, TemplateKey, TemplateState, Templates};
+use crate::lifecycle::template::{LentUser, Retry, TemplateKey, TemplateState, Templates};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Chain, random};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ impl Node {
     pub(crate) async fn build_templates(&self) {
         let services = &self.services;
         for (name, handler) in self.kvm_handlers() {
-            if let Err(error) = services.templates.want_for(handler).await {
+            if let Err(error) = services.templates.want_for(handler, Retry::WhenDue).await {
                 tracing::warn!(handler = name, "cannot build a template, so pods boot: {}", Chain(&error));
             }
         }
@@ -32,7 +32,7 @@ impl Node {
     ) -> Result<Vec<(TemplateKey, Option<TemplateState>)>, LifecycleError> {
         let mut wanted = Vec::new();
         for (_, handler) in self.kvm_handlers().filter(|(name, _)| only.is_none_or(|only| only == *name)) {
-            let template = self.templates().want_for(handler).await;
+            let template = self.templates().want_for(handler, Retry::Now).await;
             wanted.extend(template.map_err(at("find the template of the handler"))?);
         }
         let mut built = Vec::new();

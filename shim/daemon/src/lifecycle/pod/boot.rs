@@ -12,6 +12,7 @@ use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, MAX_KERNEL_BYTES, at};
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
+use crate::lifecycle::template::TemplateOutcome;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Timeline, TimelineStep};
@@ -52,12 +53,22 @@ pub(crate) async fn boot(
     admit: Admit,
 ) -> Result<BootedPod, LifecycleError> {
     check_resources(&pod.config, &pod.handler)?;
-    let spec = prepare(&services, &pod, &cancel, &timeline).await?;
+    let mut spec = prepare(&services, &pod, &cancel, &timeline).await?;
+    let template = services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await;
+    spec.template = template.as_ref().map(|found| found.template.clone());
     let (client, attached) = start(&services, &pod, &spec, &timeline, admit).await?;
-    let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await?;
-    if let Some(template) = spec.template.as_ref().filter(|_| !configured.from_template) {
-        services.templates.discard(template).await;
+    let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await;
+    if let Some(found) = &template
+        && !cancel.is_cancelled()
+    {
+        let outcome = match &configured {
+            Ok(configured) if configured.from_template => TemplateOutcome::Started,
+            Ok(_booted) => TemplateOutcome::Booted,
+            Err(_failed) => TemplateOutcome::Failed,
+        };
+        services.templates.report(found, outcome).await;
     }
+    let configured = configured?;
     let kernel_release = clip(&configured.kernel_release);
     let machine = match pod.config.kind.has_guest() {
         true => size::of(&pod.config, &pod.handler),
@@ -115,9 +126,7 @@ async fn prepare(
     }
     let group = choose_group(services, id, config, handler).await?;
     let groups = if config.kind.has_guest() { Groups::All } else { blocking(Groups::of_this_process).await };
-    let mut spec = pod_spec(services, pod, netns, group, groups);
-    spec.template = services.templates.find(&spec, &config.name.namespace, handler).await;
-    Ok(spec)
+    Ok(pod_spec(services, pod, netns, group, groups))
 }
 
 /// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.

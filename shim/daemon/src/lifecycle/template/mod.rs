@@ -4,7 +4,7 @@
 mod catalogue;
 mod key;
 
-pub(crate) use catalogue::{MissReason, TemplateCatalogue, TemplateEntry, TemplateFor, TemplateState};
+pub(crate) use catalogue::{MissReason, Retry, TemplateCatalogue, TemplateEntry, TemplateFor, TemplateState};
 pub(crate) use key::{KeyBase, TemplateKey};
 
 use super::context::error::LifecycleError;
@@ -14,7 +14,7 @@ use nacelle_base::files::{FileError, at, remove_tree_if_there};
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, Classify, FailureKind};
-use nacelle_engine::{MEMORY_FILE, STATE_FILE};
+use nacelle_engine::{MEMORY_FILE, STATE_FILE, SnapshotFiles, read_snapshot};
 use nacelle_pod::client::ClientError;
 use nacelle_pod::spec::{EngineSpec, PodSpec};
 use nacelle_pod::template::{PodTemplate, TemplateShape, TemplateSpec};
@@ -30,11 +30,12 @@ const CGROUP: &str = "nacelle/templates";
 /// The name of the directory of the template that is being built. It is no longer than the name of a pod's run directory, because sockets
 /// of a VM have paths in both.
 const DRAFT: &str = "building";
-/// The factor between the memory of two templates of a handler. A VM adds what it has beyond its template's memory, and the kernel
-/// describes each added page in the memory that it has already: 1.6 % of it, so an eighth of it for seven times as much.
+/// The factor between the memory of two templates of a handler, and the bound of what a clone has in proportion to its template: the kernel
+/// sizes its hash tables for the memory with which it boots.
 const MEMORY_STEP: u32 = 8;
-/// From this memory on, a kernel may use larger memory blocks than those in which a clone's memory is added.
-const MAX_MEMORY_MIB: u32 = 64 << 10;
+/// From 64 GiB of addresses on, of which 1 GiB is no memory, a kernel may use larger memory blocks than those in which a clone's memory is
+/// added.
+const MAX_MEMORY_MIB: u32 = 63 << 10;
 /// The time for a build besides the two boots.
 const BUILD_MARGIN: Duration = Duration::from_secs(30);
 
@@ -73,32 +74,45 @@ pub(crate) struct Templates {
     max_bytes: u64,
     keys: Arc<KeyBase>,
     catalogue: Mutex<TemplateCatalogue>,
+    /// Held while directories of templates get or lose their names, so that they fit the catalogue.
+    files: tokio::sync::Mutex<()>,
     /// Changes with each change of the catalogue.
     changed: watch::Sender<()>,
 }
 
 impl Templates {
-    /// Opens the directory of templates: keeps those that can be used, and removes what else is there. Blocks.
-    pub(crate) fn open(config: &Config, program: PathBuf) -> Result<Templates, FileError> {
-        let directory = config.paths.templates();
-        DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))?;
-        let templates = Templates {
+    /// Opens the directory of templates: keeps those that can be used, and removes what else is there. If that fails, there are no
+    /// templates, and pods boot. Blocks.
+    pub(crate) fn open(config: &Config, program: PathBuf) -> Templates {
+        let mut templates = Templates {
+            directory: config.paths.templates(),
             scope: config.sandbox.templates,
             max_bytes: config.sandbox.templates_max_mib.saturating_mul(1 << 20),
             keys: Arc::new(KeyBase::read(program)),
             catalogue: Mutex::default(),
+            files: tokio::sync::Mutex::default(),
             changed: watch::Sender::default(),
-            directory,
         };
-        for entry in fs::read_dir(&templates.directory).map_err(at("list", &templates.directory))? {
-            let path = entry.map_err(at("list", &templates.directory))?.path();
-            let kept = if templates.scope == TemplateScope::Off { None } else { templates.read(&path) };
+        if let Err(error) = templates.read_all() {
+            tracing::warn!("no VM starts from a template, because their directory cannot be used: {}", Chain(&error));
+            templates.scope = TemplateScope::Off;
+        }
+        templates
+    }
+
+    fn read_all(&self) -> Result<(), FileError> {
+        let directory = &self.directory;
+        DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
+        for entry in fs::read_dir(directory).map_err(at("list", directory))? {
+            let path = entry.map_err(at("list", directory))?.path();
+            let kept = if self.scope == TemplateScope::Off { None } else { self.read(&path) };
             match kept {
-                Some((key, content, bytes)) => templates.lock().insert_ready(key, content, bytes),
+                Some((key, content, bytes)) => self.lock().insert_ready(key, content, bytes),
                 None => remove_tree_if_there(&path)?,
             }
         }
-        Ok(templates)
+        let evicted = self.lock().evict(self.max_bytes);
+        evicted.iter().try_for_each(|key| remove_tree_if_there(&self.directory_of(key)))
     }
 
     fn lock(&self) -> MutexGuard<'_, TemplateCatalogue> {
@@ -115,9 +129,9 @@ impl Templates {
         (key == expected && is_of_scope).then_some((key, TemplateFor { shape, namespace }, bytes))
     }
 
-    /// Returns the template from which a pod of this namespace starts; if there is none, it is built for the next one. Counts hits and
-    /// misses of pods that could have one.
-    pub(crate) async fn find(&self, spec: &PodSpec, namespace: &str, handler: &Handler) -> Option<PodTemplate> {
+    /// Returns the template from which a pod of this namespace starts; if there is none, it is built for the next one. Its outcome must be
+    /// reported.
+    pub(crate) async fn find(&self, spec: &PodSpec, namespace: &str, handler: &Handler) -> Option<FoundTemplate> {
         if self.scope == TemplateScope::Off || !matches!(spec.engine, EngineSpec::Kvm {}) {
             return None;
         }
@@ -126,7 +140,7 @@ impl Templates {
             Err(reason) => Err(self.lock().miss(reason)),
         };
         match found {
-            Ok(template) => Some(template),
+            Ok(found) => Some(found),
             Err(reason) => {
                 tracing::info!(pod = %spec.id, %reason, "the VM of the pod boots: there is no template for it");
                 None
@@ -148,7 +162,7 @@ impl Templates {
         Ok(TemplateFor { shape: TemplateShape::of(spec, memory_mib), namespace })
     }
 
-    async fn look_up(&self, content: TemplateFor) -> Result<PodTemplate, MissReason> {
+    async fn look_up(&self, content: TemplateFor) -> Result<FoundTemplate, MissReason> {
         let memory_mib = content.shape.memory_mib;
         let key = match self.key(&content).await {
             Ok(key) => key,
@@ -160,7 +174,8 @@ impl Templates {
         };
         let found = self.lock().find(&key, content, Instant::now());
         self.changed.send_replace(());
-        found.map(|()| PodTemplate { directory: self.directory_of(&key), memory_mib })
+        let template = PodTemplate { directory: self.directory_of(&key), memory_mib };
+        found.map(|generation| FoundTemplate { template, key, generation })
     }
 
     async fn key(&self, content: &TemplateFor) -> Result<TemplateKey, FileError> {
@@ -172,24 +187,53 @@ impl Templates {
         self.directory.join(key.to_string())
     }
 
-    /// Records that a pod process did not use the template, which is therefore removed and built again.
-    pub(crate) async fn discard(&self, template: &PodTemplate) {
-        let key = template.directory.file_name().and_then(|name| TemplateKey::parse(name.to_str()?));
-        let Some(key) = key else { return };
-        self.lock().miss(MissReason::Unusable);
-        tracing::warn!(template = %key, "a pod process could not use the template, which is removed");
-        self.drop_template(&key).await;
+    /// Records how the pod started that had this template. One that cannot be used is removed, and built again when a pod wants it.
+    pub(crate) async fn report(&self, found: &FoundTemplate, outcome: TemplateOutcome) {
+        let FoundTemplate { template, key, generation } = found;
+        let why = match outcome {
+            TemplateOutcome::Started => return self.lock().count_start(key, *generation),
+            TemplateOutcome::Booted => {
+                self.lock().miss(MissReason::Unusable);
+                // A pod process is no authority: it may lack memory or descriptors, or be hostile.
+                let directory = template.directory.clone();
+                match blocking(move || SnapshotFiles::open(&directory).and_then(read_snapshot)).await {
+                    Ok(_usable) => {
+                        tracing::warn!(template = %key, "a pod process did not use the template");
+                        return;
+                    }
+                    Err(error) => Chain(&error).to_string(),
+                }
+            }
+            TemplateOutcome::Failed => match self.lock().count_failed_start(key, *generation) {
+                true => "pods do not start from it".to_owned(),
+                false => return,
+            },
+        };
+        tracing::warn!(template = %key, why, "removed a template");
+        self.remove(key, Some(*generation)).await;
     }
 
     /// Removes a template; VMs that run from it are not affected. Returns whether there was one.
     pub(crate) async fn drop_template(&self, key: &TemplateKey) -> bool {
-        let existed = self.lock().remove(key);
-        self.remove_files(key).await;
-        self.changed.send_replace(());
+        self.remove(key, None).await
+    }
+
+    async fn remove(&self, key: &TemplateKey, generation: Option<u64>) -> bool {
+        let existed = self.lock().remove(key, generation);
+        if existed {
+            self.remove_files(key).await;
+            self.changed.send_replace(());
+        }
         existed
     }
 
+    /// Removes the files of a template that is not in the catalogue.
     async fn remove_files(&self, key: &TemplateKey) {
+        let _names = self.files.lock().await;
+        if matches!(self.lock().state(key), Some(TemplateState::Ready { .. })) {
+            // It was built again meanwhile.
+            return;
+        }
         let directory = self.directory_of(key);
         if let Err(error) = blocking(move || remove_tree_if_there(&directory)).await {
             tracing::warn!(template = %key, "cannot remove the template: {}", Chain(&error));
@@ -197,7 +241,7 @@ impl Templates {
     }
 
     /// Requests the template for pods of a handler without limits, if the handler's VMs start from one and all namespaces share it.
-    pub(crate) async fn want_for(&self, handler: &Handler) -> Result<Option<TemplateKey>, FileError> {
+    pub(crate) async fn want_for(&self, handler: &Handler, retry: Retry) -> Result<Option<TemplateKey>, FileError> {
         if self.scope != TemplateScope::Node || handler.memory_pages == MemoryPages::Hugetlb {
             return Ok(None);
         }
@@ -214,7 +258,7 @@ impl Templates {
         };
         let content = TemplateFor { shape, namespace: None };
         let key = self.key(&content).await?;
-        self.lock().want(&key, content, Instant::now());
+        self.lock().want(&key, content, Instant::now(), retry);
         self.changed.send_replace(());
         Ok(Some(key))
     }
@@ -289,15 +333,16 @@ impl Templates {
             user: user.as_ref().map(|user| user.id),
         };
         let draft = Draft::create(self.directory.join(DRAFT)).await?;
-        pods.build_template(&draft.directory, &spec, boot_timeout.saturating_mul(2).saturating_add(BUILD_MARGIN))
-            .await?;
+        let limit = boot_timeout.saturating_mul(2).saturating_add(BUILD_MARGIN);
+        pods.build_template(&draft.directory, &spec, limit).await?;
         // The process has read the files by their names.
         if self.key(&content).await? != *key {
             return Err(TemplateError::Replaced);
         }
-        let (built, target) = (draft.directory.clone(), self.directory_of(key));
-        let bytes = blocking(move || finish(&built, &target)).await?;
         let evicted = {
+            let _names = self.files.lock().await;
+            let (built, target) = (draft.directory.clone(), self.directory_of(key));
+            let bytes = blocking(move || finish(&built, &target)).await?;
             let mut catalogue = self.lock();
             match catalogue.end_build(key, bytes) {
                 true => catalogue.evict(self.max_bytes),
@@ -324,6 +369,24 @@ impl Templates {
             }
         }
     }
+}
+
+/// A template that a pod has found.
+pub(crate) struct FoundTemplate {
+    pub template: PodTemplate,
+    key: TemplateKey,
+    generation: u64,
+}
+
+/// How a pod started that had found a template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TemplateOutcome {
+    /// From the template.
+    Started,
+    /// It booted, because its process could not use the template.
+    Booted,
+    /// Not at all.
+    Failed,
 }
 
 /// A user that a process has while it builds a template.
@@ -363,10 +426,13 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // On the runtime's own thread, but of four files in memory.
-        if let Err(error) = remove_tree_if_there(&self.directory) {
-            tracing::warn!("cannot remove an incomplete template: {}", Chain(&error));
-        }
+        let directory = std::mem::take(&mut self.directory);
+        // Not on the runtime's own threads: the files may be large.
+        tokio::task::spawn_blocking(move || {
+            if let Err(error) = remove_tree_if_there(&directory) {
+                tracing::warn!("cannot remove an incomplete template: {}", Chain(&error));
+            }
+        });
     }
 }
 
@@ -388,9 +454,7 @@ fn used_bytes(directory: &Path) -> std::io::Result<u64> {
 /// so on, as the VM has. A VM with less than that gets a template of its own size. `None` for sizes at which no template is used.
 fn template_memory(memory_mib: u32, first: u32) -> Option<u32> {
     let mut template = first.min(memory_mib);
-    while let Some(next) =
-        template.checked_mul(MEMORY_STEP).filter(|next| *next <= memory_mib && *next < MAX_MEMORY_MIB)
-    {
+    while let Some(next) = template.checked_mul(MEMORY_STEP).filter(|next| *next <= memory_mib) {
         template = next;
     }
     (template < MAX_MEMORY_MIB).then_some(template)
@@ -408,9 +472,10 @@ mod tests {
             (100, 256, Some(100)),
             (2047, 256, Some(256)),
             (2048, 256, Some(2048)),
-            (1 << 20, 256, Some(16 << 10)),
-            (1 << 20, 64 << 10, None),
-            (u32::MAX, 128, Some(8 << 10)),
+            ((128 << 10) - 1, 256, Some(16 << 10)),
+            (128 << 10, 256, None),
+            (1 << 20, 63 << 10, None),
+            (u32::MAX, 128, None),
         ] {
             assert_eq!(template_memory(memory, first), template, "{memory} {first}");
         }
