@@ -18,7 +18,9 @@ impl Census {
         for (pid, line) in processes(&directory.join("run")) {
             all.insert(format!("process {pid}: {line}"));
         }
-        all.extend(mounts(directory).into_iter().map(|mount| format!("mount {mount}")));
+        // That of the templates stays as long as the node runs.
+        let others = mounts(directory).into_iter().filter(|mount| !mount.ends_with("/run/templates"));
+        all.extend(others.map(|mount| format!("mount {mount}")));
         let links = run(netns.command("ip").args(["-o", "link"])).stdout;
         for link in links.lines().filter_map(|line| line.split(": ").nth(1)) {
             // The bridges stay: the plugin never removes them.

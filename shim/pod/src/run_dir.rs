@@ -64,7 +64,7 @@ pub fn remove(dir: &Path) -> Result<(), FileError> {
 }
 
 /// Returns whether another file system begins here.
-fn is_mount_point(dir: &Path) -> io::Result<bool> {
+pub(crate) fn is_mount_point(dir: &Path) -> io::Result<bool> {
     let device = |path: &Path| match path.symlink_metadata() {
         Ok(metadata) => Ok(Some(metadata.dev())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

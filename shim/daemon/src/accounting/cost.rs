@@ -43,10 +43,12 @@ pub fn measure_vm(process: &ProcessIdentity) -> Option<VmCost> {
     let directories = list_descendants(Path::new("/proc"), process.pid);
     let guest = directories.iter().map(|directory| guest_memory(directory)).max_by_key(|guest| guest.own_bytes);
     let guest = guest.unwrap_or_default();
-    whole.anonymous_bytes =
-        directories.iter().try_fold(0, |sum, directory| add_anonymous(sum, directory)).unwrap_or(whole.anonymous_bytes);
+    let anonymous = directories.iter().try_fold(AnonymousMemory::default(), |sum, directory| sum.add(directory));
     // A template belongs to no pod, although its file is shared memory of each clone.
-    whole.anonymous_bytes = whole.anonymous_bytes.saturating_sub(guest.template_share_bytes);
+    let of_pod = |memory: AnonymousMemory| {
+        memory.private_bytes.saturating_add(memory.shared_bytes.saturating_sub(guest.template_share_bytes))
+    };
+    whole.anonymous_bytes = anonymous.map_or(whole.anonymous_bytes, of_pod);
     whole.memory_bytes = whole.memory_bytes.saturating_sub(guest.template_bytes);
     let groups = fs::read_to_string(format!("/proc/{}/cgroup", process.pid)).unwrap_or_default();
     let group = cgroup_usage(&groups);
@@ -62,20 +64,32 @@ pub fn measure_vm(process: &ProcessIdentity) -> Option<VmCost> {
     Some(VmCost { whole, guest_bytes: guest.own_bytes.min(whole.memory_bytes), group })
 }
 
-/// Adds a process's memory without a file to `sum`, each page divided by the number of processes that share it: forked processes
-/// share their memory. Returns `None` if the kernel does not report it.
-fn add_anonymous(sum: u64, directory: &Path) -> Option<u64> {
-    let text = match fs::read_to_string(directory.join("smaps_rollup")) {
-        Ok(text) => text,
-        // The process has ended meanwhile.
-        Err(_) => return Some(sum),
-    };
-    let of = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
-    };
-    let kib = of("Pss_Anon")?.saturating_add(of("Pss_Shmem")?);
-    Some(sum.saturating_add(kib.saturating_mul(1024)))
+/// The memory of processes without a file on a disk, each page divided by the number of processes that share it: forked processes share
+/// their memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct AnonymousMemory {
+    private_bytes: u64,
+    /// Files in memory, as templates are.
+    shared_bytes: u64,
+}
+
+impl AnonymousMemory {
+    /// Adds the memory of a process. Returns `None` if the kernel does not report it.
+    fn add(self, directory: &Path) -> Option<AnonymousMemory> {
+        let text = match fs::read_to_string(directory.join("smaps_rollup")) {
+            Ok(text) => text,
+            // The process has ended meanwhile.
+            Err(_) => return Some(self),
+        };
+        let of = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+            Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.saturating_mul(1024))
+        };
+        Some(AnonymousMemory {
+            private_bytes: self.private_bytes.saturating_add(of("Pss_Anon")?),
+            shared_bytes: self.shared_bytes.saturating_add(of("Pss_Shmem")?),
+        })
+    }
 }
 
 /// The memory of a guest in one process.
@@ -324,12 +338,14 @@ mod tests {
     fn shared_pages_count_in_parts() {
         let directory = tempfile::tempdir().unwrap();
         let write = |text: &str| fs::write(directory.path().join("smaps_rollup"), text).unwrap();
-        assert_eq!(add_anonymous(7, directory.path()), Some(7), "it has ended");
+        let sum = AnonymousMemory { private_bytes: 7, shared_bytes: 8 };
+        assert_eq!(sum.add(directory.path()), Some(sum), "it has ended");
         write("Rss: 90 kB\nPss: 50 kB\nPss_Dirty: 1 kB\nPss_Anon:     3 kB\nPss_File: 9 kB\nPss_Shmem:  2 kB\n");
-        assert_eq!(add_anonymous(7, directory.path()), Some(7 + (5 << 10)));
+        let both = AnonymousMemory { private_bytes: 7 + (3 << 10), shared_bytes: 8 + (2 << 10) };
+        assert_eq!(sum.add(directory.path()), Some(both));
         for text in ["Pss: 50 kB\n", "Pss_Anon: x kB\nPss_Shmem: 2 kB\n", "Pss_Anon: 3\nPss_Shmem: 2 kB\n", ""] {
             write(text);
-            assert_eq!(add_anonymous(7, directory.path()), None, "{text:?}");
+            assert_eq!(sum.add(directory.path()), None, "{text:?}");
         }
     }
 

@@ -2,9 +2,11 @@
 //! one; [`open`] is called by the process of a pod that starts from one. docs/contributor/templates.md describes the whole.
 
 mod build;
+mod directory;
 mod spec;
 
 pub use build::build;
+pub use directory::create_directory;
 pub use spec::{FILE, PodTemplate, TemplateShape, TemplateSpec};
 
 use crate::spec::{EngineSpec, PodSpec};

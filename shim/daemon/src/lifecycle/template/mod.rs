@@ -17,7 +17,7 @@ use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::{MEMORY_FILE, STATE_FILE, SnapshotFiles, read_snapshot};
 use nacelle_pod::client::ClientError;
 use nacelle_pod::spec::{EngineSpec, PodSpec};
-use nacelle_pod::template::{PodTemplate, TemplateShape, TemplateSpec};
+use nacelle_pod::template::{PodTemplate, TemplateShape, TemplateSpec, create_directory};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -102,7 +102,12 @@ impl Templates {
 
     fn read_all(&self) -> Result<(), FileError> {
         let directory = &self.directory;
-        DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
+        if self.scope != TemplateScope::Off {
+            // Besides the templates, one that is being built.
+            create_directory(directory, self.max_bytes.saturating_mul(2))?;
+        } else if !directory.exists() {
+            return Ok(());
+        }
         for entry in fs::read_dir(directory).map_err(at("list", directory))? {
             let path = entry.map_err(at("list", directory))?.path();
             let kept = if self.scope == TemplateScope::Off { None } else { self.read(&path) };
