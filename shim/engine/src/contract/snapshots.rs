@@ -1,5 +1,6 @@
 //! Defines the contract tests of saving and restoring VMs, for engines that support it.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::thread;
@@ -8,8 +9,8 @@ use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Classify, FailureKind};
 
 use super::test_vm::{LONG, ProcessResources, TestVm, TestedEngine, eventually, fnv1a, read_all, send_command};
-use crate::DiskSpec;
 use crate::machine::{ExitKind, MachineStatus, StopMode};
+use crate::{DiskSpec, MachineSpec};
 
 const MIB: u64 = 1 << 20;
 const CONTENT: [u8; 4096] = [0x5a; 4096];
@@ -106,8 +107,9 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
 /// The number of concurrent clones in a test.
 const CLONES: u8 = 20;
 
-/// Clones of a template without disks have disks, each its own, when their guests have bound the driver to them. They continue when
-/// the template's files are removed. A VM that was not started as a template has no clones with more devices.
+/// Clones of a template without disks have disks, each its own, when their guests have bound the driver to them, and may have hot-plug
+/// memory, which their kernels do not use by themselves. They continue when the template's files are removed. A VM that was not started as
+/// a template has no clones with more devices or memory.
 pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
     if tested.engine().as_restorer().is_none() {
         return println!("skipped: this engine saves nothing");
@@ -124,14 +126,21 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
             .map(|clone| {
                 let scratch = files.path().join(format!("scratch-{clone}"));
                 fs::write(&scratch, vec![clone; MIB as usize]).expect("a disk");
-                TestVm::restore(tested, &dir, disks(&scratch), vcpus).expect("to restore")
+                let change = |spec: &mut MachineSpec| {
+                    spec.vcpus = vcpus;
+                    spec.hotplug_mib = u32::from(clone % 3) * 128;
+                };
+                TestVm::restore_with(tested, &dir, disks(&scratch), change).expect("to restore")
             })
             .collect();
         fs::remove_dir_all(&dir).expect("to remove the template");
         for clone in &clones {
             clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
         }
+        let memory: BTreeSet<String> = clones.iter().map(|clone| clone.query("memory")).collect();
+        assert_eq!(memory.len(), 1, "{memory:?}");
         for (clone, content) in clones.iter().zip(0..) {
+            assert_eq!(clone.machine.as_memory_hotplug().is_some(), content % 3 > 0);
             assert_eq!(clone.query("size 0"), "errno 2", "no device before it is bound");
             let answer = clone.query("bind");
             assert!(answer.starts_with("2 "), "the guest bound {answer}");
@@ -154,6 +163,9 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
     vm.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
     vm.save(&dir).expect("to save");
     let error = TestVm::restore(tested, &dir, disks(&scratch), 1).err().expect("no template is restored as one");
+    assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
+    let more_memory = TestVm::restore_with(tested, &dir, Vec::new(), |spec| spec.hotplug_mib = 128);
+    let error = more_memory.err().expect("no template is restored as one");
     assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
 }
 

@@ -115,8 +115,19 @@ impl TestVm {
         disks: Vec<DiskSpec>,
         vcpus: u8,
     ) -> Result<TestVm, EngineError> {
+        TestVm::restore_with(tested, from, disks, |spec| spec.vcpus = vcpus)
+    }
+
+    /// Restores a VM, whose specification `change` may modify, from a snapshot; it is paused.
+    pub fn restore_with(
+        tested: &dyn TestedEngine,
+        from: &Path,
+        disks: Vec<DiskSpec>,
+        change: impl FnOnce(&mut MachineSpec),
+    ) -> Result<TestVm, EngineError> {
         let directory = tempfile::tempdir().expect("a directory for the machine");
-        let spec = MachineSpec { vcpus, ..spec(tested, directory.path(), disks) };
+        let mut spec = spec(tested, directory.path(), disks);
+        change(&mut spec);
         let engine = tested.engine();
         let restorer = engine.as_restorer().expect("an engine that restores");
         let saved = SnapshotFiles::open(from).and_then(read_snapshot);

@@ -58,7 +58,12 @@ fn build_in(dir: &Path) -> Result<(), PodError> {
     greet(&runtime, &*vm, &spec)?;
     pausable(&*vm)?.pause()?;
     let saver = vm.as_snapshottable().ok_or(EngineError::Ended { what: "save" })?;
-    saver.save(&files)?;
+    let saved = saver.save(&files);
+    if saved.is_err() {
+        // In a file system that is full, the log would have no room to say so. What fails here changes nothing.
+        let _ = files.memory.set_len(0);
+    }
+    saved?;
     vm.stop(StopMode::Kill)?;
     drop(vm);
 

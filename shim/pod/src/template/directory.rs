@@ -2,7 +2,6 @@
 
 use crate::run_dir::is_mount_point;
 use nacelle_base::files::{FileError, at};
-use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -11,20 +10,15 @@ use std::path::Path;
 /// The maximum number of files: three for each template.
 const MAX_FILES: u64 = 4096;
 
-/// Creates the directory with mode 0700 as a file system of at most `bytes`, or changes the size of an existing one. Its files have huge
-/// pages where the node has them: clones map whole huge pages of what they only read.
+/// Creates the directory with mode 0700 as a file system of at most `bytes`, or changes the size of an existing one. Its files have small
+/// pages: huge ones would also be allocated for the holes around scattered data.
 pub fn create_directory(directory: &Path, bytes: u64) -> Result<(), FileError> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let options = format!("mode=0700,size={bytes},nr_inodes={MAX_FILES}");
     let is_there = is_mount_point(directory).map_err(at("stat", directory))?;
     let flags = if is_there { flags | MsFlags::MS_REMOUNT } else { flags };
-    let mounted = |options: &str| mount(Some("nacelle"), directory, Some("tmpfs"), flags, Some(options));
-    let mounted = match mounted(&format!("{options},huge=always")) {
-        // The node's kernel has no huge pages for such files.
-        Err(Errno::EINVAL) => mounted(&options),
-        mounted => mounted,
-    };
+    let mounted = mount(Some("nacelle"), directory, Some("tmpfs"), flags, Some(options.as_str()));
     mounted.map_err(|errno| at("mount a file system on", directory)(errno.into()))
 }
 

@@ -206,7 +206,7 @@ fn measure_pod_memory(runs: usize) -> BenchResult {
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
         // The guest's memory is shared with QEMU; private memory is the process's own.
-        let process = node.pids_matching("nacelle-pod ")[0];
+        let process = node.pids_matching("nacelle-pod --dir ")[0];
         let own = ["Private_Clean:", "Private_Dirty:"].map(|line| read_kib(process, "smaps_rollup", line));
         measured.ours.push(own.iter().sum::<f64>() / 1024.0);
         cri.remove_pod(&pod);
@@ -258,7 +258,7 @@ fn measure_idle(runs: usize) -> BenchResult {
     cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 100000"]);
     // Work that a start leaves for later is done by then.
     std::thread::sleep(Duration::from_secs(5));
-    let programs = ["nacelle-pod ", "nacelle-fs ", "nacelle-agent ", "qemu"];
+    let programs = ["nacelle-pod --dir ", "nacelle-fs ", "nacelle-agent ", "qemu"];
     let processes = programs.map(|name| node.pids_matching(name));
     let used = || processes.each_ref().map(|pids| pids.iter().map(|pid| cpu_time(*pid)).sum::<Duration>());
     for _ in 0..runs {

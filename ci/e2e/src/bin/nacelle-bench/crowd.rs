@@ -53,7 +53,7 @@ pub fn measure(pods: usize, clients: usize) -> Value {
         let creators: Vec<_> = (0..clients).map(|number| scope.spawn(move || create_pods(number))).collect();
         let created: Vec<_> =
             creators.into_iter().map(|creator| creator.join().expect("a client got an error")).collect();
-        assert_eq!(node.pids_matching("nacelle-pod ").len(), pods, "one process for each pod");
+        assert_eq!(node.pids_matching("nacelle-pod --dir ").len(), pods, "one process for each pod");
         let mut shares = Vec::new();
         for (share, created) in created {
             shares.push(share);

@@ -10,6 +10,7 @@ use nacelle_e2e::{TestImage, TestNode, path_from_env, run};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -234,7 +235,7 @@ pub fn memory(runs: usize) -> BenchResult {
         let (pod, _) = cri.run_pod();
         let (container, _) = cri.start(&pod, &image, &["/bin/sh", "-c", "echo here; sleep 1000"]);
         cri.exec(&container, &["/bin/true"]);
-        let (resident, own) = resident_outside_guest(node.pids_matching("nacelle-pod ")[0]);
+        let (resident, own) = resident_outside_guest(node.pids_matching("nacelle-pod --dir ")[0]);
         measured.ours.push(resident);
         measured.details = serde_json::json!([{"resident MiB": resident, "of these its own (anonymous)": own}]);
         cri.remove_pod(&pod);
@@ -242,26 +243,47 @@ pub fn memory(runs: usize) -> BenchResult {
     measured
 }
 
-/// Returns the resident MiB of a process outside of guest memory, which is its largest mapping and the memory that a device
-/// shares with the guest; and the part of them that is not file pages, which all pods share.
+/// A mapping in /proc/PID/smaps.
+struct Mapping {
+    range: Range<u64>,
+    /// It may be guest memory: anonymous, or of the template from which the VM started.
+    can_be_guest: bool,
+    /// The memory that a device shares with the guest.
+    is_shared: bool,
+    /// Resident and anonymous KiB.
+    resident: [u64; 2],
+}
+
+/// Returns the resident MiB of a process outside of guest memory, which is its largest run of adjoining mappings and the memory that a
+/// device shares with the guest; and the part of them that is not file pages, which all pods share.
 fn resident_outside_guest(pid: i32) -> (f64, f64) {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the pod process runs");
-    let (mut all, mut guest, mut largest, mut size, mut shared) = ([0; 2], [0; 2], 0, 0, false);
-    let fields = ["Rss:", "Anonymous:"];
+    let mut mappings: Vec<Mapping> = Vec::new();
     for line in text.lines() {
-        let kilobytes = || line.split_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
-        if line.starts_with("Size:") {
-            size = kilobytes();
-        } else if line.split_once(' ').is_some_and(|(range, _)| range.contains('-')) {
-            shared = line.contains("/memfd:nacelle-guest");
-        }
-        if let Some(n) = fields.iter().position(|field| line.starts_with(field)).filter(|_| !shared) {
-            all[n] += kilobytes();
-            if size >= largest {
-                (largest, guest[n]) = (size, kilobytes());
-            }
+        let mut words = line.split_whitespace();
+        let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let address = |text: &str| u64::from_str_radix(text, 16).expect("an address");
+        if let Some((start, end)) = first.split_once('-') {
+            let name = words.nth(3).unwrap_or_default();
+            mappings.push(Mapping {
+                range: address(start)..address(end),
+                can_be_guest: second.starts_with("rw") && (name.is_empty() || name.ends_with("/memory")),
+                is_shared: name.starts_with("/memfd:nacelle-guest"),
+                resident: [0; 2],
+            });
+        } else if let Some(n) = ["Rss:", "Anonymous:"].iter().position(|field| first == *field) {
+            let mapping = mappings.last_mut().expect("a mapping comes first");
+            mapping.resident[n] += second.parse::<u64>().expect("a number");
         }
     }
-    let beside = |n: usize| (all[n] - guest[n]) as f64 / 1024.0;
+    mappings.retain(|mapping| !mapping.is_shared);
+    let adjoin =
+        |one: &Mapping, next: &Mapping| one.can_be_guest && next.can_be_guest && one.range.end == next.range.start;
+    let size = |run: &&[Mapping]| {
+        run.last().map_or(0, |last| last.range.end) - run.first().map_or(0, |first| first.range.start)
+    };
+    let guest = mappings.chunk_by(adjoin).max_by_key(size).unwrap_or_default();
+    let sum = |of: &[Mapping], n: usize| of.iter().map(|mapping| mapping.resident[n]).sum::<u64>();
+    let beside = |n: usize| (sum(&mappings, n) - sum(guest, n)) as f64 / 1024.0;
     (beside(0), beside(1))
 }
