@@ -32,12 +32,7 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     crate::log::log_to_kernel();
     let host = match greeted {
         Some(host) => host,
-        None => {
-            if let Err(error) = template::clear_free_memory() {
-                tracing::warn!(%error, "cannot clear the free memory, so the template is larger than necessary");
-            }
-            connect_and_greet(started_nanos)?
-        }
+        None => connect_and_greet(started_nanos)?,
     };
     let (mut host, config) = receive_configuration(host, started_nanos)?;
     let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));

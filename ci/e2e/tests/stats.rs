@@ -256,8 +256,11 @@ fn statistics_of_a_vm_match_the_cgroup_counts_of_the_node() {
     });
     let (machine, counted) = (&accounts["machine"], &accounts["node"]);
     for figure in ["cpuNanos", "anonymousBytes"] {
+        // What a process allocates before it enters its control group is not counted there.
+        let is_little =
+            figure == "anonymousBytes" && number(&machine[figure]).abs_diff(number(&counted[figure])) < 2 << 20;
         assert!(
-            deviation_in_thousandths(&machine[figure], &counted[figure]) <= 20,
+            is_little || deviation_in_thousandths(&machine[figure], &counted[figure]) <= 20,
             "{figure} is more than 2 % away: {accounts}"
         );
     }

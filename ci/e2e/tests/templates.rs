@@ -217,7 +217,7 @@ fn templates_that_take_too_much_are_removed() {
     if skip() {
         return;
     }
-    let settings = "[sandbox]\ntemplates = \"node\"\ntemplates_max_mib = 40\n";
+    let settings = "[sandbox]\ntemplates = \"node\"\ntemplates_max_mib = 60\n";
     let extra = handler_config("two", &format!("{SMALL_VM}vcpus = 2\n")) + settings;
     let mut node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
     // Each takes more than half. The daemon builds both, and the last one stays.

@@ -38,6 +38,11 @@ impl MemoryLayout {
         self.added_mib.saturating_add(self.reserve_mib)
     }
 
+    /// Returns all memory that the VM can have in MiB.
+    pub fn total_mib(&self) -> u32 {
+        self.booted_mib.saturating_add(self.hotplug_mib())
+    }
+
     /// Returns the addresses of the added memory.
     pub fn added(&self) -> Vec<Range<u64>> {
         nacelle_engine::unused_hotplug_ranges(self.booted_mib, self.added_mib, 0)
@@ -140,6 +145,7 @@ mod tests {
         // 256 MiB of the template, and a whole block for the other 44.
         let clone = layout(300, Some(256), Some(256));
         assert_eq!(clone, MemoryLayout { booted_mib: 256, added_mib: 128, reserve_mib: 256 });
+        assert_eq!((booted.total_mib(), clone.total_mib()), (556, 640));
         assert_eq!((added(clone), reserve(clone)), (vec![(256, 384)], vec![(384, 640)]));
         let same = layout(256, None, Some(256));
         assert_eq!((same.hotplug_mib(), added(same), reserve(same)), (0, vec![], vec![]));

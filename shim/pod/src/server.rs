@@ -5,7 +5,7 @@ use crate::actor::{ActorHandles, ActorMessage, ActorRequest, ContainerHandle, Re
 use crate::error::PodError;
 use crate::exec::ExecProcess;
 use crate::guest_values::{Bounded, StatisticsBounds};
-use crate::memory::{self, MemoryResizer};
+use crate::memory::{self, MemoryResizer, RunningVm};
 use crate::record::SavedPodState;
 use crate::spec::PodSpec;
 use nacelle_proto::{common, pod as proto};
@@ -175,13 +175,13 @@ impl Pod for PodService {
     }
 
     async fn stats(&self, _: Request<common::Empty>) -> Result<Response<proto::StatsResponse>, Status> {
-        let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
+        let RunningVm { agent, memory, .. } = self.call(ActorRequest::GetVm).await?.into_inner();
         let answer = agent.stats().await.map_err(|error| crate::codes::status(&error))?;
         let network = self.spec.network.as_ref();
         // Without a guest the node is the only bound.
         let has_vm = self.spec.engine.has_vm();
         let bounds = StatisticsBounds {
-            memory: if has_vm { u64::from(self.spec.max_memory_mib()) << 20 } else { u64::MAX },
+            memory: if has_vm { u64::from(memory.total_mib()) << 20 } else { u64::MAX },
             disk: if self.spec.engine.has_disks() {
                 self.spec.scratch.size_mib.saturating_mul(1 << 20)
             } else {

@@ -316,13 +316,6 @@ impl PodSpec {
         self.reserved_vcpus.unwrap_or(self.vcpus)
     }
 
-    /// Returns the maximum memory of the VM in MiB.
-    pub fn max_memory_mib(&self) -> u32 {
-        // What a clone has besides its template's memory is in whole blocks.
-        let rounding = self.template.as_ref().map_or(0, |_| nacelle_engine::BLOCK_MIB);
-        self.memory_mib.saturating_add(rounding).saturating_add(self.reserved_memory_mib.unwrap_or(0))
-    }
-
     /// Returns the path of this pod's scratch disk, which has a name from its creation until the VM has opened it. Where
     /// there is no such disk it is the path of a directory that exists as long as the pod.
     pub fn scratch_file(&self) -> PathBuf {

@@ -11,7 +11,8 @@ use nacelle_base::machine::MemoryPages;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{
-    Engine, EngineError, Machine, MachineSpec, Restorer, SnapshotError, SnapshotFiles, StopMode, read_snapshot,
+    Engine, EngineError, Machine, MachineSpec, Restorer, SnapshotError, SnapshotFiles, StopMode, fill_holes,
+    read_snapshot,
 };
 use nacelle_jail::{ThreadKind, cgroup};
 use std::path::Path;
@@ -58,7 +59,8 @@ fn build_in(dir: &Path) -> Result<(), PodError> {
     greet(&runtime, &*vm, &spec)?;
     pausable(&*vm)?.pause()?;
     let saver = vm.as_snapshottable().ok_or(EngineError::Ended { what: "save" })?;
-    let saved = saver.save(&files);
+    let saved = saver.save(&files).map_err(PodError::from);
+    let saved = saved.and_then(|()| fill_holes(&files).map_err(snapshot_error("complete")));
     if saved.is_err() {
         // In a file system that is full, the log would have no room to say so. What fails here changes nothing.
         let _ = files.memory.set_len(0);

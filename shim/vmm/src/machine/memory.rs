@@ -246,7 +246,7 @@ impl GuestMemory {
 
 /// Returns the parts of `within`, a range of `file`, that have data, in units of huge pages from its start; all of it if they are too many
 /// to be mapped one by one. A file system that does not report holes has data everywhere.
-fn find_data(file: &File, within: Range<u64>) -> Vec<Range<u64>> {
+pub(crate) fn find_data(file: &File, within: Range<u64>) -> Vec<Range<u64>> {
     let huge = HUGE_PAGE as u64;
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut at = within.start;

@@ -39,6 +39,7 @@ pub use layout::{
 };
 pub use legacy::SerialState;
 pub use memory::MemoryError;
+pub(crate) use memory::find_data;
 pub use state::{MachineState, VcpuState, VmState};
 
 use std::path::PathBuf;

@@ -1,8 +1,11 @@
 //! Writes the file `memory`: the guest's memory, region after region, with holes in place of zero pages. Writing uses up to
 //! four threads for the duration of the call.
 
+use crate::machine::find_data;
 use crate::virtio::Memory;
+use nacelle_base::retry::retry_interrupted;
 use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
 use std::fs::File;
 use std::io;
@@ -16,6 +19,15 @@ const CHUNK_BYTES: usize = 1 << 20;
 const MAX_THREADS: usize = 4;
 /// Bits of an entry of /proc/PID/pagemap: the page is in memory or in swap (kernel's admin-guide/mm/pagemap).
 const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+
+/// Allocates what [`find_data`] returns of the file.
+pub(super) fn fill_holes(file: &File) -> io::Result<()> {
+    for range in find_data(file, 0..file.metadata()?.len()) {
+        let (start, length) = (range.start as libc::off_t, (range.end - range.start) as libc::off_t);
+        retry_interrupted(|| fallocate(file, FallocateFlags::empty(), start, length))?;
+    }
+    Ok(())
+}
 
 /// A part of a region, at most [`CHUNK_BYTES`] bytes long, and its offset in the file.
 struct MemoryChunk<'a> {

@@ -117,6 +117,13 @@ pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), Sn
     write(files, &document, machine.memory())
 }
 
+/// Allocates the holes beside the data of a saved memory, as far as restored VMs map them with the data. Otherwise each first access to one
+/// adds a page to a file on tmpfs, which counts as memory of the process that happens to be the first.
+pub fn fill_holes(files: &SnapshotFiles) -> Result<(), SnapshotError> {
+    let path = files.directory.join(MEMORY_FILE);
+    memory::fill_holes(&files.memory).map_err(|source| SnapshotError::Io { what: "allocate", path, source })
+}
+
 /// Reads the snapshot in `dir` except its memory, like [`read_files`].
 pub fn open(dir: &Path) -> Result<Snapshot, SnapshotError> {
     read_files(SnapshotFiles::open(dir)?)
