@@ -1,4 +1,4 @@
-//! Tells whether this VM is to be a template.
+//! Determines whether this VM is to be a template.
 
 /// The kernel parameter of a template, which the engine adds: the kernel makes it a variable of init's environment.
 const PARAMETER: &str = "nacelle_template";

@@ -89,7 +89,7 @@ pub(crate) struct TemplateEntry {
     failed_builds: u32,
     /// The number of pods that could not start from it since the last one that could.
     failed_starts: u32,
-    /// Tells the template that pods found from a later one of this key.
+    /// Distinguishes the template that pods found from a later one with this key.
     generation: u64,
 }
 

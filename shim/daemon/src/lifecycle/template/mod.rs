@@ -286,7 +286,7 @@ impl Templates {
         look(&self.lock())
     }
 
-    /// Builds templates that are wanted, one after the other, until the future is dropped. `user` lends a user to a process.
+    /// Builds templates that are wanted, one after the other, until the future is dropped. `lend` lends a user to a process.
     pub(crate) async fn build_wanted(
         &self,
         config: &Config,
@@ -319,8 +319,26 @@ impl Templates {
         }
     }
 
+    /// Builds a template, and removes what is not complete. If the future is dropped, the next daemon does so.
     async fn build(
         &self,
+        key: &TemplateKey,
+        content: TemplateFor,
+        config: &Config,
+        pods: &dyn Pods,
+        user: Option<LentUser>,
+    ) -> Result<(), TemplateError> {
+        let draft = self.directory.join(DRAFT);
+        let built = self.build_in(&draft, key, content, config, pods, user).await;
+        if let Err(error) = blocking(move || remove_tree_if_there(&draft)).await {
+            tracing::warn!("cannot remove an incomplete template: {}", Chain(&error));
+        }
+        built
+    }
+
+    async fn build_in(
+        &self,
+        draft: &Path,
         key: &TemplateKey,
         content: TemplateFor,
         config: &Config,
@@ -337,16 +355,17 @@ impl Templates {
             cgroup: CGROUP.into(),
             user: user.as_ref().map(|user| user.id),
         };
-        let draft = Draft::create(self.directory.join(DRAFT)).await?;
+        let created = draft.to_owned();
+        blocking(move || create_draft(&created)).await?;
         let limit = boot_timeout.saturating_mul(2).saturating_add(BUILD_MARGIN);
-        pods.build_template(&draft.directory, &spec, limit).await?;
+        pods.build_template(draft, &spec, limit).await?;
         // The process has read the files by their names.
         if self.key(&content).await? != *key {
             return Err(TemplateError::Replaced);
         }
         let evicted = {
             let _names = self.files.lock().await;
-            let (built, target) = (draft.directory.clone(), self.directory_of(key));
+            let (built, target) = (draft.to_owned(), self.directory_of(key));
             let bytes = blocking(move || finish(&built, &target)).await?;
             let mut catalogue = self.lock();
             match catalogue.end_build(key, bytes) {
@@ -412,33 +431,10 @@ impl Drop for LentUser {
     }
 }
 
-/// The directory of a template that is not complete; goes with this value.
-struct Draft {
-    directory: PathBuf,
-}
-
-impl Draft {
-    async fn create(directory: PathBuf) -> Result<Draft, FileError> {
-        let draft = Draft { directory };
-        let directory = draft.directory.clone();
-        let create = move || {
-            remove_tree_if_there(&directory)?;
-            DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))
-        };
-        blocking(create).await.map(|()| draft)
-    }
-}
-
-impl Drop for Draft {
-    fn drop(&mut self) {
-        let directory = std::mem::take(&mut self.directory);
-        // Not on the runtime's own threads: the files may be large.
-        tokio::task::spawn_blocking(move || {
-            if let Err(error) = remove_tree_if_there(&directory) {
-                tracing::warn!("cannot remove an incomplete template: {}", Chain(&error));
-            }
-        });
-    }
+/// Creates an empty directory in place of what an earlier build has left.
+fn create_draft(directory: &Path) -> Result<(), FileError> {
+    remove_tree_if_there(directory)?;
+    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))
 }
 
 /// Gives a template its name. Returns the memory that its files take.
