@@ -1,7 +1,7 @@
 //! Boots the agent as PID 1 of a VM.
 //!
 //! The hello is sent before anything else, so that the host prepares its answer while the guest works. What only containers
-//! need is done after the report. A template is saved when it has sent its hello, so it sends it last.
+//! need is done after the report. A template is saved when it has sent its hello, so it does first what does not depend on the pod.
 
 use nacelle_base::Chain;
 use nacelle_proto::agent::BootReport;
@@ -14,7 +14,7 @@ use super::error::BootError;
 use super::handshake::{connect_and_greet, monotonic_nanos, open_vsock, receive_configuration};
 use super::ports::{RPC_PORT, STREAM_PORT};
 use super::ready::BootedAgent;
-use super::{apply, mounts, template};
+use super::{apply, cgroups, mounts, template};
 use crate::frame;
 use crate::huge_pages::HugePages;
 use crate::image::GuestDisks;
@@ -30,30 +30,64 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     let greeted = if template::is_template() { None } else { Some(connect_and_greet(started_nanos)?) };
     mounts::switch_root()?;
     crate::log::log_to_kernel();
-    let host = match greeted {
-        Some(host) => host,
-        None => connect_and_greet(started_nanos)?,
+    let (prepared, host) = match greeted {
+        Some(host) => (None, host),
+        None => (Some(Prepared::new()?), connect_and_greet(started_nanos)?),
     };
     let (mut host, config) = receive_configuration(host, started_nanos)?;
-    let configured = apply::apply(&config).and_then(|users| Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?)));
+    let configured = apply::apply(&config).and_then(|users| match prepared {
+        Some(Prepared { rpc, streams, zygote }) => Ok((users, rpc, streams, Some(zygote))),
+        None => Ok((users, listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?, None)),
+    });
     let error = configured.as_ref().err().map(|error| Chain(error).to_string()).unwrap_or_default();
     frame::write(&mut host, &BootReport { error }).map_err(handshake)?;
-    let (users, rpc, streams) = configured?;
+    let (users, rpc, streams, early_zygote) = configured?;
 
     mounts::mount_for_containers(config.shm_bytes, false)?;
     apply::write_files(&config)?;
     apply::publish_user_namespace(users.as_ref())?;
-    create_cgroups()?;
-    allow_overcommit()?;
+    if early_zygote.is_none() {
+        cgroups::create()?;
+        allow_overcommit()?;
+    }
+    cgroups::limit_threads()?;
     // The zygote would keep the connection open for as long as the VM runs.
     drop(host);
-    let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
+    let zygote = match early_zygote {
+        // It has the namespaces and the limits that the agent had when it was forked.
+        Some(zygote) if users.is_none() && config.added_memory.is_empty() => zygote,
+        _ => fork_zygote(&rpc, &streams)?,
+    };
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = GuestDisks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (HostSocket::Vsock(rpc), HostSocket::Vsock(streams));
     let (processors, memory, huge_pages) = (OnlineCpus::of_guest(), HotplugMemory::of_guest(), HugePages::of_guest());
     let (node_pid, has_guest) = (false, true);
     Ok(BootedAgent { config, disks, processors, memory, huge_pages, node_pid, has_guest, users, rpc, streams, zygote })
+}
+
+/// What a template has before it is configured.
+struct Prepared {
+    rpc: OwnedFd,
+    streams: OwnedFd,
+    zygote: Zygote,
+}
+
+impl Prepared {
+    fn new() -> Result<Prepared, BootError> {
+        // The pod gets another mount of the same hierarchy.
+        mounts::mount_cgroups()?;
+        cgroups::create()?;
+        cgroups::allow_agent_devices()?;
+        allow_overcommit()?;
+        let (rpc, streams) = (listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?);
+        let zygote = fork_zygote(&rpc, &streams)?;
+        Ok(Prepared { rpc, streams, zygote })
+    }
+}
+
+fn fork_zygote(rpc: &OwnedFd, streams: &OwnedFd) -> Result<Zygote, BootError> {
+    Zygote::fork(&[rpc, streams]).map_err(|source| BootError::Zygote { source })
 }
 
 fn listen_on(port: u32) -> Result<OwnedFd, BootError> {
@@ -71,32 +105,4 @@ fn listen_on(port: u32) -> Result<OwnedFd, BootError> {
 fn allow_overcommit() -> Result<(), BootError> {
     let path = PathBuf::from("/proc/sys/vm/overcommit_memory");
     fs::write(&path, "1").map_err(|source| BootError::File { path, source })
-}
-
-/// Moves the agent to a cgroup of its own, with memory that containers cannot take, and enables all controllers for the cgroup of
-/// the containers.
-fn create_cgroups() -> Result<(), BootError> {
-    let write = |name: &str, value: &str| {
-        let path = PathBuf::from(format!("{}/{name}", crate::paths::CGROUP));
-        fs::write(&path, value).map_err(|source| BootError::File { path, source })
-    };
-    let path = PathBuf::from(format!("{}/cgroup.controllers", crate::paths::CGROUP));
-    let controllers = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
-    let all: Vec<String> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
-    write("cgroup.subtree_control", &all.join(" "))?;
-    for name in ["agent", crate::paths::POD_CGROUP.trim_start_matches('/')] {
-        let path = PathBuf::from(format!("{}/{name}", crate::paths::CGROUP));
-        fs::create_dir(&path).map_err(|source| BootError::File { path, source })?;
-    }
-    write("pod/cgroup.subtree_control", &all.join(" "))?;
-    write("agent/memory.min", "33554432")?;
-    write("agent/cpu.weight", "10000")?;
-    // A fork bomb must leave the agent enough to kill it.
-    let path = PathBuf::from("/proc/sys/kernel/threads-max");
-    let threads = fs::read_to_string(&path).map_err(|source| BootError::File { path, source })?;
-    let threads: u64 = threads.trim().parse().unwrap_or(0);
-    write("pod/pids.max", &(threads / 4 * 3).max(64).to_string())?;
-    write("agent/cgroup.procs", "1")?;
-    let path = PathBuf::from("/proc/self/oom_score_adj");
-    fs::write(&path, "-1000").map_err(|source| BootError::File { path, source })
 }

@@ -5,6 +5,7 @@
 
 mod added_memory;
 pub mod apply;
+mod cgroups;
 mod error;
 pub mod guest;
 mod handshake;

@@ -45,6 +45,11 @@ pub fn switch_root() -> Result<(), BootError> {
     moved().map_err(|source| BootError::SwitchRoot { source })
 }
 
+/// Mounts the cgroups on /sys, where containers and the agent expect them.
+pub fn mount_cgroups() -> Result<(), BootError> {
+    mount_new("cgroup2", paths::CGROUP, PLAIN | MsFlags::MS_NODEV, "")
+}
+
 /// Unmounts /sys: the pod may get a network namespace of its own, whose sysfs is another one.
 pub fn unmount_sysfs() -> Result<(), BootError> {
     let path = "/sys";
@@ -85,7 +90,7 @@ pub fn bind_mount(from: &Path, to: &Path) -> Result<(), BootError> {
 pub fn mount_for_containers(shm_bytes: u64, node_ipc: bool) -> Result<(), BootError> {
     let plain = PLAIN | MsFlags::MS_NODEV;
     mount_new("sysfs", "/sys", plain, "")?;
-    mount_new("cgroup2", "/sys/fs/cgroup", plain, "")?;
+    mount_cgroups()?;
     mount_new("tmpfs", "/run", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=755")?;
     mount_new("devpts", "/dev/pts", PLAIN, "newinstance,ptmxmode=0666,mode=0620,gid=5")?;
     mount_new("mqueue", "/dev/mqueue", plain, "")?;

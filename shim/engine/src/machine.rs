@@ -50,6 +50,9 @@ pub trait Restorer {
     /// finds its connections reset and its listening ports open, its clock at the time of the snapshot, and the same random
     /// numbers as every other machine of this snapshot: the caller must set its time and add entropy before anything else.
     fn restore(&self, spec: CheckedSpec, saved: Snapshot) -> Result<Box<dyn Machine>, EngineError>;
+
+    /// Restores a machine as [`restore`](Restorer::restore) does, in small pages, for [`Snapshottable::record_working_set`].
+    fn restore_in_small_pages(&self, spec: CheckedSpec, saved: Snapshot) -> Result<Box<dyn Machine>, EngineError>;
 }
 
 /// A running guest. Dropping it kills the guest, waits for its end and removes what the engine created.
@@ -91,6 +94,11 @@ pub trait Snapshottable {
     /// Writes memory and state to the files `to`, which must be empty; the caller must keep the disks' contents. The machine
     /// must be paused, and stays so; afterwards it may be resumed. After an error the files hold no snapshot.
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
+
+    /// Records in the files of a snapshot which pages this machine, which was restored from it in small pages, has touched until now.
+    /// Machines that are restored later get these pages before they run, which costs less than one by one. A second call records what
+    /// was touched since the first: they get small pages there when they need them.
+    fn record_working_set(&self, of: &SnapshotFiles) -> Result<(), EngineError>;
 }
 
 /// A machine with hot-plug memory (`MachineSpec::hotplug_mib`), which its guest's kernel adds and removes while it runs.

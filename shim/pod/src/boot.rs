@@ -145,12 +145,16 @@ async fn handshake(
     let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
 
     let step = timeline.begin("configuration of the guest");
-    write_frame(&mut stream, &boot_config(spec, &network, memory)?, spec.timeouts.configure()).await?;
-    let report: FromGuest<proto::BootReport> =
-        read_guest_frame(&mut stream, "report", spec.timeouts.configure()).await?;
-    report.bound().map_err(|message| PodError::Guest { message })?;
+    configure(&mut stream, &boot_config(spec, &network, memory)?, spec.timeouts.configure()).await?;
     step.done();
     Ok(hello.into_response(timeline.steps(), from_template))
+}
+
+/// Sends the configuration to an agent that has said hello, and waits until it has applied it. Each may take `limit`.
+pub async fn configure(stream: &mut UnixStream, config: &proto::BootConfig, limit: Duration) -> Result<(), PodError> {
+    write_frame(stream, config, limit).await?;
+    let report: FromGuest<proto::BootReport> = read_guest_frame(stream, "report", limit).await?;
+    report.bound().map_err(|message| PodError::Guest { message })
 }
 
 fn boot_config(

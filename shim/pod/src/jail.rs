@@ -51,19 +51,21 @@ pub(crate) fn enter(spec: &PodSpec, jail: &JailSpec, dir: &Path) -> Result<(), P
     Ok(nacelle_jail::enter(plan(spec, jail, dir))?)
 }
 
-/// Puts the process that builds a template into its jail: it sees the guest's kernel and initramfs, `/dev/kvm`, and the part of `dir`
-/// that a pod process would see.
-pub(crate) fn enter_as_builder(spec: &TemplateSpec, dir: &Path) -> Result<(), PodError> {
+/// Puts the process that builds a template into its jail: it sees the guest's kernel and initramfs, `/dev/kvm`, and the part of
+/// `dir` that a pod process would see, and takes the disks of its rehearsal along.
+pub(crate) fn enter_as_builder(spec: &TemplateSpec, dir: &Path, disks: [PathBuf; 2]) -> Result<(), PodError> {
     let visible_path =
         |path: PathBuf, access| VisiblePath { path, visible_as: None, access, is_required: true, is_idmapped: false };
     let shape = &spec.shape;
+    let mut visible_paths = vec![
+        visible_path(jail_dir(dir), Access::Write),
+        visible_path(shape.kernel.clone(), Access::Read),
+        visible_path(shape.initrd.clone(), Access::Read),
+        visible_path("/dev/kvm".into(), Access::Device),
+    ];
+    visible_paths.extend(disks.map(|disk| visible_path(disk, Access::Take)));
     Ok(nacelle_jail::enter(JailPlan {
-        visible_paths: vec![
-            visible_path(jail_dir(dir), Access::Write),
-            visible_path(shape.kernel.clone(), Access::Read),
-            visible_path(shape.initrd.clone(), Access::Read),
-            visible_path("/dev/kvm".into(), Access::Device),
-        ],
+        visible_paths,
         mount_point: dir.to_owned(),
         cgroup: Some(spec.cgroup.clone()),
         user: spec.user,

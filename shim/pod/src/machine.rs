@@ -43,7 +43,7 @@ pub const CONSOLE_FILE: JailedFile = JailedFile::new("console.log");
 /// The guest's vsock context id. Each VM has a vsock device of its own, so all guests can have the same id.
 pub const GUEST_CID: u32 = 3;
 /// The maximum MTU of the NIC; the guest sets the MTU of the CNI result.
-const MAX_MTU: u32 = 65_535;
+pub(crate) const MAX_MTU: u32 = 65_535;
 /// The maximum number of queues of a tap, which Nacelle's network device supports.
 const MAX_QUEUES: usize = 8;
 
@@ -246,16 +246,20 @@ fn create_taps(spec: &PodSpec) -> Result<Vec<TapWithDhcp>, PodError> {
             EngineSpec::Keeper { .. } => network.queues.get(n).copied().unwrap_or(1),
             EngineSpec::Qemu { .. } | EngineSpec::Host { .. } => 1,
         };
-        let queues = usize::try_from(queues).unwrap_or(1).clamp(1, MAX_QUEUES);
-        let tap = tap::create_multi_queue(&netns, &tap_name(n), queues)?;
+        let tap = tap::create_multi_queue(&netns, &tap_name(n), tap_queues(queues))?;
         let dhcp = if serves_dhcp { Some(tap::open_dhcp_socket(&netns, &tap.name)?) } else { None };
         Ok((tap, dhcp))
     };
     (0..network.interfaces.len()).map(create).collect()
 }
 
+/// Returns the number of queues of a tap if the VM has or wants so many.
+pub(crate) fn tap_queues(wanted: u32) -> usize {
+    usize::try_from(wanted).unwrap_or(1).clamp(1, MAX_QUEUES)
+}
+
 /// Returns a random locally administered address; the guest replaces it with the address of the CNI result.
-fn random_mac() -> Result<Mac, PodError> {
+pub(crate) fn random_mac() -> Result<Mac, PodError> {
     let mut mac = [0; 6];
     random(&mut mac)?;
     mac[0] = (mac[0] & 0xfc) | 2;

@@ -134,10 +134,28 @@ pub(crate) fn send_stream(fd: BorrowedFd<'_>, slices: &[VolatileSlice<'_>]) -> i
 /// Releases `length` bytes from byte `offset` of a region to the host: in every process that maps them if the mapping is
 /// shared, otherwise only in this process.
 pub(crate) fn discard(region: &GuestRegionMmap<()>, offset: u64, length: u64) -> io::Result<()> {
+    let is_shared = region.flags() & libc::MAP_SHARED != 0;
+    advise(region, offset, length, if is_shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED })
+}
+
+/// Gives `length` bytes from byte `offset` of a region pages of their own, as a first write to each would.
+pub(crate) fn populate(region: &GuestRegionMmap<()>, offset: u64, length: u64) -> io::Result<()> {
+    retry_interrupted(|| advise(region, offset, length, libc::MADV_POPULATE_WRITE))
+}
+
+/// Keeps the host from using huge pages for `length` bytes from byte `offset` of a region.
+pub(crate) fn use_small_pages(region: &GuestRegionMmap<()>, offset: u64, length: u64) -> io::Result<()> {
+    match advise(region, offset, length, libc::MADV_NOHUGEPAGE) {
+        // The host's kernel has no huge pages.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+        done => done,
+    }
+}
+
+fn advise(region: &GuestRegionMmap<()>, offset: u64, length: u64, advice: libc::c_int) -> io::Result<()> {
     let invalid = |_why| io::Error::from(io::ErrorKind::InvalidInput);
     let offset = MemoryRegionAddress(offset);
     let slice = region.get_slice(offset, usize::try_from(length).map_err(invalid)?).map_err(io::Error::other)?;
-    let advice = if region.flags() & libc::MAP_SHARED != 0 { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
     let guard = slice.ptr_guard_mut();
     // SAFETY: the bytes lie in one mapping of guest memory, which `region` keeps alive. They are accessed by
     // volatile operations and system calls only, which expect them to change at any time.

@@ -10,7 +10,7 @@ use nacelle_base::{Classify, FailureKind};
 
 use super::test_vm::{LONG, ProcessResources, TestVm, TestedEngine, eventually, fnv1a, read_all, send_command};
 use crate::machine::{ExitKind, MachineStatus, StopMode};
-use crate::{DiskSpec, MachineSpec};
+use crate::{DiskSpec, MachineSpec, STATE_FILE};
 
 const MIB: u64 = 1 << 20;
 const CONTENT: [u8; 4096] = [0x5a; 4096];
@@ -122,6 +122,9 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
         template.save(&dir).expect("to save");
         drop(template);
         let before = ProcessResources::count().expect("to count");
+        let recorded = fs::metadata(dir.join(STATE_FILE)).expect("the state").len();
+        TestVm::record_working_set(tested, &dir, |spec| spec.vcpus = vcpus);
+        assert!(fs::metadata(dir.join(STATE_FILE)).expect("the state").len() > recorded, "it has pages");
         let clones: Vec<_> = (0..number)
             .map(|clone| {
                 let scratch = files.path().join(format!("scratch-{clone}"));

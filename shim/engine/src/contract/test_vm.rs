@@ -136,6 +136,28 @@ impl TestVm {
         Ok(TestVm { link: machine.link(), machine, directory })
     }
 
+    /// Restores a VM without devices of its own from a snapshot, and records which pages it has touched until it answers, and when it has
+    /// answered again.
+    pub fn record_working_set(tested: &dyn TestedEngine, of: &Path, change: impl FnOnce(&mut MachineSpec)) {
+        let directory = tempfile::tempdir().expect("a directory for the machine");
+        let mut spec = spec(tested, directory.path(), Vec::new());
+        change(&mut spec);
+        let engine = tested.engine();
+        let restorer = engine.as_restorer().expect("an engine that restores");
+        let spec = spec.check(&engine.limits()).expect("a good spec");
+        let files = SnapshotFiles::open_to_complete(of).expect("a snapshot");
+        let saved = files.try_clone().and_then(read_snapshot).expect("a snapshot");
+        let machine = restorer.restore_in_small_pages(spec, saved).expect("to restore");
+        let vm = TestVm { link: machine.link(), machine, directory };
+        let (pausable, saver) = (vm.machine.as_pausable(), vm.machine.as_snapshottable());
+        for _ in 0..2 {
+            pausable.expect("a pausable machine").resume().expect("to resume");
+            vm.query("memory");
+            pausable.expect("a pausable machine").pause().expect("to pause");
+            saver.expect("a machine that can be saved").record_working_set(&files).expect("to record");
+        }
+    }
+
     /// Saves the VM to a directory, which must be paused.
     pub fn save(&self, to: &Path) -> Result<(), EngineError> {
         let failed = |source| EngineError::Snapshot { what: "write", source };

@@ -16,8 +16,9 @@ use crate::spec::hex;
 pub(super) const MAX_DEVICES: usize = 8;
 
 /// The kernel parameters of every VM: no output on the console, and a reset at each end, which QEMU turns into its own exit
-/// (`-no-reboot`); `noreplace-smp` and `page_reporting_order` as with engine `kvm`.
-const CMDLINE: [&str; 5] = ["quiet", "reboot=t", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10"];
+/// (`-no-reboot`); the others as with engine `kvm`.
+const CMDLINE: [&str; 6] =
+    ["quiet", "reboot=t", "panic=-1", "noreplace-smp", "page_reporting.page_reporting_order=10", "percpu_alloc=page"];
 
 /// All CPU features that QEMU can emulate, except fast string moves (ERMS, FSRM): emulated they move byte by byte, and a
 /// guest that sees these features uses them to copy and clear its pages.
@@ -262,7 +263,9 @@ mod tests {
         assert_eq!(value(&args, "-cpu"), ["max,erms=off,fsrm=off"]);
         assert_eq!(
             value(&args, "-append"),
-            ["console=ttyS0 quiet reboot=t panic=-1 noreplace-smp page_reporting.page_reporting_order=10"]
+            [
+                "console=ttyS0 quiet reboot=t panic=-1 noreplace-smp page_reporting.page_reporting_order=10 percpu_alloc=page"
+            ]
         );
         assert_eq!(
             value(&args, "-device"),

@@ -1,6 +1,7 @@
 //! Implements the process that builds a template: it boots a VM without devices of its own, waits for the agent's hello, saves the VM,
-//! and restores it once to see that its agent greets again. It is jailed like a pod process, with less: no network, no disk.
+//! and rehearses a pod's start in a clone. It is jailed like a pod process, with less: no network, no disk but an empty one.
 
+use super::rehearsal::{RehearsalDevices, rehearse};
 use super::spec::TemplateSpec;
 use crate::boot::accept_hello;
 use crate::error::PodError;
@@ -11,7 +12,7 @@ use nacelle_base::machine::MemoryPages;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{
-    Engine, EngineError, Machine, MachineSpec, Restorer, SnapshotError, SnapshotFiles, StopMode, fill_holes,
+    Engine, EngineError, Machine, MachineSpec, Pausable, Restorer, SnapshotError, SnapshotFiles, StopMode, fill_holes,
     read_snapshot,
 };
 use nacelle_jail::{ThreadKind, cgroup};
@@ -48,7 +49,8 @@ fn build_in(dir: &Path) -> Result<(), PodError> {
         tracing::warn!(%error, "cannot lower the priority of this process");
     }
     let files = SnapshotFiles::create(dir).map_err(snapshot_error("create"))?;
-    jail::enter_as_builder(&spec, dir)?;
+    let devices = RehearsalDevices::create(&spec, dir)?;
+    jail::enter_as_builder(&spec, dir, devices.files())?;
     let ends = std::thread::Builder::new().name("input".into());
     let watch = nacelle_jail::spawn(ThreadKind::Warden, ends, exit_with_input);
     watch.map_err(|source| PodError::Thread { what: "watch the standard input", source })?;
@@ -69,25 +71,20 @@ fn build_in(dir: &Path) -> Result<(), PodError> {
     vm.stop(StopMode::Kill)?;
     drop(vm);
 
-    // A template from which no VM continues would fail each pod.
-    let saved = read_snapshot(files).map_err(snapshot_error("read"))?;
-    let clone = engine.restore(machine_spec(&spec, dir).check(&engine.limits())?, saved)?;
-    pausable(&*clone)?.resume()?;
-    greet(&runtime, &*clone, &spec)?;
-    clone.stop(StopMode::Kill)?;
-    Ok(())
+    let saved = files.try_clone().and_then(read_snapshot).map_err(snapshot_error("read"))?;
+    rehearse(&engine, &runtime, &spec, dir, devices, &files, saved)
 }
 
 fn snapshot_error(what: &'static str) -> impl FnOnce(SnapshotError) -> PodError {
     move |source| EngineError::Snapshot { what, source }.into()
 }
 
-fn pausable(vm: &dyn Machine) -> Result<&dyn nacelle_engine::Pausable, EngineError> {
+pub(super) fn pausable(vm: &dyn Machine) -> Result<&dyn Pausable, EngineError> {
     vm.as_pausable().ok_or(EngineError::Ended { what: "pause" })
 }
 
 /// Returns the specification of the VM: what every pod has, and nothing else.
-fn machine_spec(spec: &TemplateSpec, dir: &Path) -> MachineSpec {
+pub(super) fn machine_spec(spec: &TemplateSpec, dir: &Path) -> MachineSpec {
     let shape = &spec.shape;
     MachineSpec {
         vcpus: u8::try_from(shape.max_vcpus).unwrap_or(u8::MAX),

@@ -2,6 +2,7 @@
 
 use crate::run_dir::is_mount_point;
 use nacelle_base::files::{FileError, at};
+use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -10,15 +11,20 @@ use std::path::Path;
 /// The maximum number of files: three for each template.
 const MAX_FILES: u64 = 4096;
 
-/// Creates the directory with mode 0700 as a file system of at most `bytes`, or changes the size of an existing one. Its files have small
-/// pages: huge ones would also be allocated for the holes around scattered data.
+/// Creates the directory with mode 0700 as a file system of at most `bytes`, or changes the size of an existing one. Its large files have
+/// huge pages where the node has them, so that a clone maps those of which it only reads at once.
 pub fn create_directory(directory: &Path, bytes: u64) -> Result<(), FileError> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let options = format!("mode=0700,size={bytes},nr_inodes={MAX_FILES}");
     let is_there = is_mount_point(directory).map_err(at("stat", directory))?;
     let flags = if is_there { flags | MsFlags::MS_REMOUNT } else { flags };
-    let mounted = mount(Some("nacelle"), directory, Some("tmpfs"), flags, Some(options.as_str()));
+    let mounted = |options: &str| mount(Some("nacelle"), directory, Some("tmpfs"), flags, Some(options));
+    let mounted = match mounted(&format!("{options},huge=within_size")) {
+        // The node's kernel has no huge pages for such files.
+        Err(Errno::EINVAL) => mounted(&options),
+        mounted => mounted,
+    };
     mounted.map_err(|errno| at("mount a file system on", directory)(errno.into()))
 }
 

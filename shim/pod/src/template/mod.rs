@@ -3,10 +3,12 @@
 
 mod build;
 mod directory;
+mod rehearsal;
 mod spec;
 
 pub use build::build;
 pub use directory::create_directory;
+pub use rehearsal::{IMAGE_FILE, PROGRAM};
 pub use spec::{FILE, PodTemplate, TemplateShape, TemplateSpec};
 
 use crate::spec::{EngineSpec, PodSpec};

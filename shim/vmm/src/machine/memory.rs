@@ -23,7 +23,7 @@ use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
 
 /// The size of a huge page, in bytes.
-const HUGE_PAGE: usize = 2 << 20;
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// The maximum number of parts of a file that are mapped one by one: far below the limit of a process (sysctl `vm.max_map_count`).
 const MAX_DATA_RANGES: usize = 4096;
@@ -328,6 +328,7 @@ fn map_region(
         // in this module's own reservation, and nothing has a pointer into it.
         unsafe { mmap(Some(start), size, protection, flags, file, range.start as libc::off_t) }.map(drop)
     };
+    let mut short_holes = Vec::new();
     match source.file {
         Some(file) if !source.only_data => map_file(file, offset..offset + length).map_err(map_error)?,
         file => {
@@ -336,7 +337,10 @@ fn map_region(
             if let Some(file) = file {
                 // Behind the end of the file there is nothing to map: an access would be fatal.
                 let end = file.metadata().map_err(|source| MemoryError::File { what: "measure", source })?.len();
-                for range in find_data(file, offset..(offset + length).min(end).max(offset)) {
+                let data = find_data(file, offset..(offset + length).min(end).max(offset));
+                let holes = data.windows(2).filter_map(|pair| Some(pair.first()?.end..pair.last()?.start));
+                short_holes.extend(holes.filter(|hole| hole.end - hole.start <= HUGE_PAGE as u64));
+                for range in data {
                     map_file(file, range).map_err(map_error)?;
                 }
             }
@@ -348,6 +352,12 @@ fn map_region(
         HostPages::Hugetlb => None,
     };
     advise(at, size.get(), pages);
+    // A guest that continues first takes what is left free beside its data: a huge page there would be for a few small ones.
+    for hole in short_holes.into_iter().filter(|_hole| source.pages == HostPages::Transparent) {
+        // SAFETY: `find_data` returns parts of `offset..offset + length`, so the pointer stays in the region that was mapped above.
+        let start = unsafe { at.byte_add((hole.start - offset) as usize) };
+        advise(start, (hole.end - hole.start) as usize, Some(MmapAdvise::MADV_NOHUGEPAGE));
+    }
     let mut builder =
         MmapRegionBuilder::new(size.get()).with_mmap_prot(protection.bits()).with_mmap_flags(source.flags.bits());
     // This also applies to private memory: when it is saved again, pages that were never touched must be found in the file.
@@ -509,6 +519,24 @@ mod tests {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             let line = maps.lines().find(|line| line.starts_with(&format!("{:x}-", start + at))).unwrap();
             assert_eq!(line.contains("(deleted)"), from_file, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_short_hole_between_data_has_small_pages() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            return println!("skipped: this kernel has no transparent huge pages");
+        }
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 << 20).unwrap();
+        for at in [0, 4 << 20, 12 << 20] {
+            file.write_all_at(&[1; 4096], at).unwrap();
+        }
+        let guest = GuestMemory::from_file(16, 16, &file, HostPages::Transparent).unwrap();
+        let start = guest.memory().iter().next().unwrap().as_ptr().addr();
+        for (at, flag) in [(2 << 20, "nh"), (6 << 20, "hg"), (14 << 20, "hg")] {
+            let flags = smaps(start + at, "VmFlags").unwrap();
+            assert!(flags.split(' ').any(|found| found == flag), "{at:x}: {flags}");
         }
     }
 

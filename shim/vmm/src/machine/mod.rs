@@ -39,7 +39,7 @@ pub use layout::{
 };
 pub use legacy::SerialState;
 pub use memory::MemoryError;
-pub(crate) use memory::find_data;
+pub(crate) use memory::{HUGE_PAGE, find_data};
 pub use state::{MachineState, VcpuState, VmState};
 
 use std::path::PathBuf;

@@ -1,6 +1,7 @@
 //! Writes the file `memory`: the guest's memory, region after region, with holes in place of zero pages. Writing uses up to
 //! four threads for the duration of the call.
 
+use super::pagemap::{self, PAGE};
 use crate::machine::find_data;
 use crate::virtio::Memory;
 use nacelle_base::retry::retry_interrupted;
@@ -13,12 +14,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress};
 
-const PAGE: usize = 4096;
 /// The unit of work of one thread, in bytes.
 const CHUNK_BYTES: usize = 1 << 20;
 const MAX_THREADS: usize = 4;
-/// Bits of an entry of /proc/PID/pagemap: the page is in memory or in swap (kernel's admin-guide/mm/pagemap).
-const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
 
 /// Allocates what [`find_data`] returns of the file.
 pub(super) fn fill_holes(file: &File) -> io::Result<()> {
@@ -78,15 +76,14 @@ impl MemoryChunk<'_> {
     fn may_have_data(&self, pagemap: Option<&File>) -> bool {
         let Some(pagemap) = pagemap else { return true };
         let address = (self.region.as_ptr() as usize).saturating_add(self.start);
-        let mut entries = [0; CHUNK_BYTES / PAGE * 8];
-        let Some(entries) = entries.get_mut(..self.length.div_ceil(PAGE) * 8) else { return true };
-        if pagemap.read_exact_at(entries, (address / PAGE * 8) as u64).is_err() {
+        let mut touched = false;
+        let read = pagemap::read(pagemap, address, self.length.div_ceil(PAGE), |entry| {
+            touched = entry.is_touched();
+            !touched
+        });
+        if read.is_err() {
             return true;
         }
-        let touched = entries.chunks_exact(8).any(|entry| {
-            let entry = entry.try_into().map_or(u64::MAX, u64::from_le_bytes);
-            entry & IS_PRESENT_OR_SWAPPED != 0
-        });
         touched || self.file_has_data()
     }
 

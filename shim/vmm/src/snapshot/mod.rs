@@ -19,6 +19,8 @@ mod directory;
 mod envelope;
 mod error;
 mod memory;
+mod pagemap;
+mod working_set;
 
 #[cfg(test)]
 mod tests;
@@ -26,8 +28,9 @@ mod tests;
 pub use directory::SnapshotDirectory;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
+pub use working_set::WorkingSet;
 
-use crate::machine::{self, MachineState, VmBuilder, VmConfig, VmHandle};
+use crate::machine::{self, HostPages, MachineState, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -49,6 +52,9 @@ struct Document<S> {
     memory_mib: u32,
     #[serde(rename = "reserve_mib", default, skip_serializing_if = "is_zero")]
     hotplug_mib: u32,
+    /// The pages that a restored VM touches soon, see [`record_working_set`].
+    #[serde(default, skip_serializing_if = "WorkingSet::is_empty")]
+    working_set: WorkingSet,
     machine: S,
 }
 
@@ -84,12 +90,45 @@ impl SnapshotFiles {
 
     /// Opens the files of the snapshot in `directory`, for reading.
     pub fn open(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
+        SnapshotFiles::open_with(directory, OpenOptions::new().read(true))
+    }
+
+    /// Opens the files of the snapshot in `directory`, for [`record_working_set`].
+    pub fn open_to_complete(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
+        let files = SnapshotFiles::open_with(directory, OpenOptions::new().read(true).write(true))?;
+        Ok(SnapshotFiles { pagemap: File::open(PAGEMAP).ok(), ..files })
+    }
+
+    fn open_with(directory: &Path, options: &OpenOptions) -> Result<SnapshotFiles, SnapshotError> {
         let open = |name: &str| {
             let path = directory.join(name);
-            File::open(&path).map_err(|source| SnapshotError::Io { what: "open", path, source })
+            options.open(&path).map_err(|source| SnapshotError::Io { what: "open", path, source })
         };
         let directory = directory.to_owned();
         Ok(SnapshotFiles { state: open(STATE_FILE)?, memory: open(MEMORY_FILE)?, directory, pagemap: None })
+    }
+
+    /// Returns further descriptors of the same files.
+    pub fn try_clone(&self) -> Result<SnapshotFiles, SnapshotError> {
+        let SnapshotFiles { directory, state, memory, pagemap } = self;
+        Ok(SnapshotFiles {
+            state: state.try_clone().map_err(self.failed("duplicate", STATE_FILE))?,
+            memory: memory.try_clone().map_err(self.failed("duplicate", MEMORY_FILE))?,
+            pagemap: pagemap.as_ref().and_then(|pagemap| pagemap.try_clone().ok()),
+            directory: directory.clone(),
+        })
+    }
+
+    /// Returns the conversion of an error of an operation on a file.
+    fn failed(&self, what: &'static str, name: &str) -> impl FnOnce(std::io::Error) -> SnapshotError {
+        let path = self.directory.join(name);
+        move |source| SnapshotError::Io { what, path, source }
+    }
+}
+
+impl<S> Document<S> {
+    fn memory_bytes(&self) -> u64 {
+        u64::from(machine::total_mib(self.memory_mib, self.hotplug_mib)) << 20
     }
 }
 
@@ -113,15 +152,29 @@ pub fn save(machine: &VmHandle, dir: &Path) -> Result<(), SnapshotError> {
 pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
     let state = machine.save().map_err(|source| SnapshotError::Machine { source })?;
     let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
-    let document = Document { memory_mib, hotplug_mib, machine: state };
+    let document = Document { memory_mib, hotplug_mib, working_set: WorkingSet::default(), machine: state };
     write(files, &document, machine.memory())
+}
+
+/// Records in `files` which pages this VM, which was restored from them in small pages, has touched until now. VMs that are restored from
+/// them later get these pages before they run. What is touched between a first and a second call gets small pages when it is needed.
+/// Without the pagemap of this process nothing is recorded.
+pub fn record_working_set(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
+    let Some(pagemap) = &files.pagemap else { return Ok(()) };
+    let mut document: Document<MachineState> = read_document(files)?;
+    let found = WorkingSet::find(machine.memory(), &files.memory, pagemap);
+    let found = found.map_err(files.failed("measure", MEMORY_FILE))?;
+    match document.working_set.is_empty() {
+        true => document.working_set = found,
+        false => document.working_set.extend(found),
+    }
+    write_state(files, &envelope::encode(&document)?)
 }
 
 /// Allocates the holes beside the data of a saved memory, as far as restored VMs map them with the data. Otherwise each first access to one
 /// adds a page to a file on tmpfs, which counts as memory of the process that happens to be the first.
 pub fn fill_holes(files: &SnapshotFiles) -> Result<(), SnapshotError> {
-    let path = files.directory.join(MEMORY_FILE);
-    memory::fill_holes(&files.memory).map_err(|source| SnapshotError::Io { what: "allocate", path, source })
+    memory::fill_holes(&files.memory).map_err(files.failed("allocate", MEMORY_FILE))
 }
 
 /// Reads the snapshot in `dir` except its memory, like [`read_files`].
@@ -137,41 +190,43 @@ pub fn read_files(files: SnapshotFiles) -> Result<Snapshot, SnapshotError> {
 
 /// Writes the state last: without it there is no snapshot.
 fn write(files: &SnapshotFiles, document: &Document<impl Serialize>, memory: &Memory) -> Result<(), SnapshotError> {
-    let failed = |what, name: &str| {
-        let path = files.directory.join(name);
-        move |source| SnapshotError::Io { what, path, source }
-    };
     let bytes = envelope::encode(document)?;
-    files.state.set_len(0).map_err(failed("truncate", STATE_FILE))?;
+    files.state.set_len(0).map_err(files.failed("truncate", STATE_FILE))?;
     // Zero pages are not written: where an earlier snapshot has data, they must be holes.
-    files.memory.set_len(0).map_err(failed("truncate", MEMORY_FILE))?;
-    memory::write(&files.memory, memory, files.pagemap.as_ref()).map_err(failed("write", MEMORY_FILE))?;
-    files.memory.sync_all().map_err(failed("flush", MEMORY_FILE))?;
-    files.state.write_all_at(&bytes, 0).map_err(failed("write", STATE_FILE))?;
-    files.state.sync_all().map_err(failed("flush", STATE_FILE))
+    files.memory.set_len(0).map_err(files.failed("truncate", MEMORY_FILE))?;
+    memory::write(&files.memory, memory, files.pagemap.as_ref()).map_err(files.failed("write", MEMORY_FILE))?;
+    files.memory.sync_all().map_err(files.failed("flush", MEMORY_FILE))?;
+    write_state(files, &bytes)
+}
+
+fn write_state(files: &SnapshotFiles, bytes: &[u8]) -> Result<(), SnapshotError> {
+    files.state.set_len(0).map_err(files.failed("truncate", STATE_FILE))?;
+    files.state.write_all_at(bytes, 0).map_err(files.failed("write", STATE_FILE))?;
+    files.state.sync_all().map_err(files.failed("flush", STATE_FILE))
 }
 
 fn read<S: DeserializeOwned>(files: SnapshotFiles) -> Result<Snapshot<S>, SnapshotError> {
-    let SnapshotFiles { directory, state, memory, .. } = files;
-    let path = directory.join(STATE_FILE);
-    let failed = |what| {
-        let path = path.clone();
-        move |source| SnapshotError::Io { what, path, source }
-    };
-    let length = state.metadata().map_err(failed("read the size of"))?.len();
+    let document = read_document(&files)?;
+    let expected = document.memory_bytes();
+    match files.memory.metadata().map(|file| file.len()) {
+        Ok(got) if got == expected => Ok(Snapshot { document, memory: files.memory }),
+        Ok(got) => Err(SnapshotError::Length { path: files.directory.join(MEMORY_FILE), got, expected }),
+        Err(source) => Err(files.failed("read the size of", MEMORY_FILE)(source)),
+    }
+}
+
+fn read_document<S: DeserializeOwned>(files: &SnapshotFiles) -> Result<Document<S>, SnapshotError> {
+    let length = files.state.metadata().map_err(files.failed("read the size of", STATE_FILE))?.len();
     if length > MAX_STATE_BYTES {
         return Err(SnapshotError::TooLarge { bytes: length, max: MAX_STATE_BYTES });
     }
     let mut bytes = vec![0; usize::try_from(length).unwrap_or_default()]; // at most MAX_STATE_BYTES
-    state.read_exact_at(&mut bytes, 0).map_err(failed("read"))?;
+    files.state.read_exact_at(&mut bytes, 0).map_err(files.failed("read", STATE_FILE))?;
+    let path = files.directory.join(STATE_FILE);
     let document: Document<S> = envelope::decode(&bytes, &path)?;
-
-    let path = || directory.join(MEMORY_FILE);
-    let expected = u64::from(machine::total_mib(document.memory_mib, document.hotplug_mib)) << 20;
-    match memory.metadata().map(|file| file.len()) {
-        Ok(got) if got == expected => Ok(Snapshot { document, memory }),
-        Ok(got) => Err(SnapshotError::Length { path: path(), got, expected }),
-        Err(source) => Err(SnapshotError::Io { what: "read the size of", path: path(), source }),
+    match document.working_set.check(document.memory_bytes()) {
+        Ok(()) => Ok(document),
+        Err(source) => Err(SnapshotError::Decode { path, source: source.into() }),
     }
 }
 
@@ -221,18 +276,21 @@ impl Snapshot {
     /// Returns a builder with the snapshot's memory. Its data is mapped privately: pages are read from the file on first access, and
     /// writes of the guest stay in this process. The file must not change as long as the VM lives.
     pub fn builder(&self) -> Result<VmBuilder, machine::Error> {
-        self.builder_with_hotplug(self.hotplug_mib())
+        self.builder_with(self.hotplug_mib(), HostPages::default())
     }
 
-    /// Like [`builder`](Snapshot::builder), with so much hot-plug memory, which for a template may be more than it was saved with.
-    pub fn builder_with_hotplug(&self, hotplug_mib: u32) -> Result<VmBuilder, machine::Error> {
+    /// Like [`builder`](Snapshot::builder), with so much hot-plug memory, which for a template may be more than it was saved with, and with
+    /// pages of this kind where the snapshot has no data.
+    pub fn builder_with(&self, hotplug_mib: u32, pages: HostPages) -> Result<VmBuilder, machine::Error> {
         let (saved, memory_mib) = (self.hotplug_mib(), self.memory_mib());
         if hotplug_mib != saved && !(self.is_template() && hotplug_mib > saved) {
             let (what, saved, here) = ("MiB of hot-plug memory", saved as usize, hotplug_mib as usize);
             return Err(machine::Error::Mismatch { what, saved, here });
         }
         let vcpus = u8::try_from(self.vcpus()).unwrap_or(u8::MAX); // too many for any VM
-        let config = VmConfig { vcpus, memory_mib, hotplug_mib, ..VmConfig::default() };
-        VmBuilder::with_saved_memory(config, saved, &self.memory)
+        let config = VmConfig { vcpus, memory_mib, hotplug_mib, pages, ..VmConfig::default() };
+        let builder = VmBuilder::with_saved_memory(config, saved, &self.memory)?;
+        self.document.working_set.populate(builder.memory());
+        Ok(builder)
     }
 }

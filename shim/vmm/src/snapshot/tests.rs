@@ -14,7 +14,11 @@ type Layout = Vec<(GuestAddress, usize)>;
 
 fn write<S: Serialize>(dir: &Path, state: &S, memory: &Memory) -> Result<(), SnapshotError> {
     let directory = SnapshotDirectory::create(dir)?;
-    super::write(directory.files(), &Document { memory_mib: 8, hotplug_mib: 0, machine: state }, memory)?;
+    super::write(
+        directory.files(),
+        &Document { memory_mib: 8, hotplug_mib: 0, working_set: WorkingSet::default(), machine: state },
+        memory,
+    )?;
     directory.commit()
 }
 
@@ -107,7 +111,12 @@ fn snapshots_are_written_atomically() {
 
     // The target directory appears while the snapshot is written.
     let partial = SnapshotDirectory::create(&directory.path().join("late")).unwrap();
-    super::write(partial.files(), &Document { memory_mib: 8, hotplug_mib: 0, machine: 6 }, &memory()).unwrap();
+    super::write(
+        partial.files(),
+        &Document { memory_mib: 8, hotplug_mib: 0, working_set: WorkingSet::default(), machine: 6 },
+        &memory(),
+    )
+    .unwrap();
     std::fs::create_dir_all(directory.path().join("late/x")).unwrap();
     assert_eq!(partial.commit().unwrap_err().kind(), FailureKind::AlreadyExists);
 
@@ -137,13 +146,8 @@ fn snapshots_are_written_atomically() {
 fn shared_files_are_read_and_written_at_any_position() {
     let [state, memory_file] = [(); 2].map(|()| tempfile::tempfile().unwrap());
     let files = SnapshotFiles { state, memory: memory_file, directory: "/templates/x".into(), pagemap: None };
-    let share = || SnapshotFiles {
-        state: files.state.try_clone().unwrap(),
-        memory: files.memory.try_clone().unwrap(),
-        directory: files.directory.clone(),
-        pagemap: None,
-    };
-    let document = |machine| Document { memory_mib: 8, hotplug_mib: 0, machine };
+    let share = || files.try_clone().unwrap();
+    let document = |machine| Document { memory_mib: 8, hotplug_mib: 0, working_set: WorkingSet::default(), machine };
     let before = Memory::from_ranges(&layout()).unwrap();
     before.write_slice(&[3; 2 * MIB], GuestAddress(2 * MIB as u64)).unwrap();
     super::write(&share(), &document("a longer state"), &before).unwrap();

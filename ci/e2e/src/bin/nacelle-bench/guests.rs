@@ -2,7 +2,7 @@
 
 use crate::BenchResult;
 use crate::cri::RuntimeClient;
-use crate::machines::{BenchVm, BootTimeline, SAVE_COMMAND, VmDescription, Vmm};
+use crate::machines::{BenchVm, BootTimeline, RECORD_COMMAND, SAVE_COMMAND, VmDescription, Vmm};
 use crate::median;
 use crate::minimal::{self, BootFloor};
 use nacelle_e2e::node::NodeOptions;
@@ -143,7 +143,9 @@ pub fn snapshot(runs: usize) -> BenchResult {
         &BenchVm::start(Vmm::Ours, &setup).send_command(&format!("{SAVE_COMMAND}{}", directory.display())),
     );
     let memory = fs::metadata(directory.join("memory")).expect("the snapshot's memory");
-    let restored = VmDescription { from: Some(directory), ..setup.clone() };
+    let restored = VmDescription { from: Some(directory.clone()), ..setup.clone() };
+    // As the process that builds a template does.
+    BenchVm::start(Vmm::Ours, &restored).send_command(&format!("{RECORD_COMMAND}{}", directory.display()));
     let (ours, peers) = alternate(runs, |vmm| {
         let setup = if vmm == Vmm::Ours { &restored } else { &setup };
         BenchVm::start(Vmm::Ours, setup).timeline.total

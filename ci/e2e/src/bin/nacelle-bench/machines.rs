@@ -24,6 +24,8 @@ const COMMAND_PORT: u32 = 1025;
 pub const START_LIMIT: Duration = Duration::from_secs(120);
 /// The command `save DIRECTORY`: pauses and saves one of our VMs; the answer is the duration in milliseconds.
 pub const SAVE_COMMAND: &str = "save ";
+/// The command to a child to record in a directory which pages its VM, restored from there, has written.
+pub const RECORD_COMMAND: &str = "record ";
 /// The first argument of `nacelle-bench --machine DESCRIPTION`.
 pub const CHILD_ARGUMENT: &str = "--machine";
 
@@ -267,6 +269,13 @@ fn serve_commands(machine: &dyn Machine) -> ExitCode {
             machine.as_snapshottable().expect("a VM that can be saved").save(directory.files()).expect("to save");
             directory.commit().expect("to save");
             println!("{}", (monotonic_nanos() - begin) as f64 / 1e6);
+            continue;
+        }
+        if let Some(directory) = command.strip_prefix(RECORD_COMMAND) {
+            machine.as_pausable().expect(pausable).pause().expect("to pause");
+            let files = SnapshotFiles::open_to_complete(directory.as_ref()).expect("a snapshot");
+            machine.as_snapshottable().expect("a VM that can be saved").record_working_set(&files).expect("to record");
+            println!("0");
             continue;
         }
         let stream = link.connect(COMMAND_PORT, START_LIMIT).expect("the guest takes connections");

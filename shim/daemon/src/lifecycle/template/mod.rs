@@ -2,6 +2,7 @@
 //! after a pod did not find one; no pod waits for it. docs/contributor/templates.md describes the whole.
 
 mod catalogue;
+mod image;
 mod key;
 
 pub(crate) use catalogue::{MissReason, Retry, TemplateCatalogue, TemplateEntry, TemplateFor, TemplateState};
@@ -15,9 +16,10 @@ use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_engine::{MEMORY_FILE, STATE_FILE, SnapshotFiles, read_snapshot};
+use nacelle_image::SmallImageError;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::spec::{EngineSpec, PodSpec};
-use nacelle_pod::template::{PodTemplate, TemplateShape, TemplateSpec, create_directory};
+use nacelle_pod::template::{IMAGE_FILE, PodTemplate, TemplateShape, TemplateSpec, create_directory};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -51,6 +53,9 @@ pub(crate) enum TemplateError {
     /// There is no user for the process.
     #[error(transparent)]
     User(Box<LifecycleError>),
+    /// There is no image to rehearse with.
+    #[error("cannot write the image with which the template is rehearsed")]
+    Image(#[from] SmallImageError),
     /// The kernel, the initramfs or the program was replaced meanwhile.
     #[error("the kernel, the initramfs or nacelle-pod was replaced while the template was built")]
     Replaced,
@@ -62,6 +67,7 @@ impl Classify for TemplateError {
             TemplateError::File(error) => error.kind(),
             TemplateError::Process(error) => error.kind(),
             TemplateError::User(error) => error.kind(),
+            TemplateError::Image(error) => error.kind(),
             TemplateError::Replaced => FailureKind::Conflict,
         }
     }
@@ -432,9 +438,12 @@ impl Drop for LentUser {
 }
 
 /// Creates an empty directory in place of what an earlier build has left.
-fn create_draft(directory: &Path) -> Result<(), FileError> {
+/// Creates the directory of a template, with what the process needs that builds it.
+fn create_draft(directory: &Path) -> Result<(), TemplateError> {
     remove_tree_if_there(directory)?;
-    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))
+    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
+    let (image, path) = (image::rehearsal_image()?, directory.join(IMAGE_FILE));
+    Ok(fs::write(&path, image).map_err(at("write", &path))?)
 }
 
 /// Gives a template its name. Returns the memory that its files take.

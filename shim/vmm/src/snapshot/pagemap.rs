@@ -1,0 +1,49 @@
+//! Reads /proc/PID/pagemap, which says what is behind each page of a process (kernel's admin-guide/mm/pagemap).
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// The size of a page in bytes.
+pub const PAGE: usize = 4096;
+/// The size of an entry in bytes.
+const ENTRY: usize = 8;
+/// Bits of an entry: the page is in memory or in swap.
+const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+/// A bit of an entry: the page is that of a file, or shared.
+const IS_OF_FILE: u64 = 1 << 61;
+
+/// What is behind a page of the process.
+pub struct PageEntry(u64);
+
+impl PageEntry {
+    /// Returns whether the page was touched.
+    pub fn is_touched(&self) -> bool {
+        self.0 & IS_PRESENT_OR_SWAPPED != 0
+    }
+
+    /// Returns whether the process has the page for itself: in a private mapping of a file, whether it has written it.
+    pub fn is_own(&self) -> bool {
+        self.is_touched() && self.0 & IS_OF_FILE == 0
+    }
+}
+
+/// Calls `see` with the entry of each of `pages` pages from `address` on, as long as it returns `true`.
+pub fn read(pagemap: &File, address: usize, pages: usize, mut see: impl FnMut(PageEntry) -> bool) -> io::Result<()> {
+    let mut buffer = [0; 256 * ENTRY];
+    let mut position = (address / PAGE).saturating_mul(ENTRY) as u64;
+    let mut left = pages.saturating_mul(ENTRY);
+    while left > 0 {
+        let part = left.min(buffer.len());
+        let entries = buffer.get_mut(..part).unwrap_or_default();
+        pagemap.read_exact_at(entries, position)?;
+        position = position.saturating_add(part as u64);
+        left -= part;
+        for entry in entries.chunks_exact(ENTRY) {
+            if !see(PageEntry(entry.try_into().map_or(0, u64::from_le_bytes))) {
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
