@@ -30,9 +30,9 @@ pub(super) fn create() -> Result<(), BootError> {
 pub(super) fn allow_agent_devices() -> Result<(), BootError> {
     /// `return 1` (kernel's Documentation/bpf/standardization/instruction-set.rst).
     const ALLOW: [[u8; 8]; 2] = [[0xb7, 0, 0, 0, 1, 0, 0, 0], [0x95, 0, 0, 0, 0, 0, 0, 0]];
-    let path = PathBuf::from(format!("{}/agent", paths::CGROUP));
-    let attached = fs::File::open(&path).and_then(|cgroup| crate::sys::attach_device_program(cgroup, &ALLOW));
-    attached.map_err(|source| BootError::File { path, source })
+    let cgroup = fs::File::open(format!("{}/agent", paths::CGROUP));
+    let attached = cgroup.and_then(|cgroup| crate::sys::attach_device_program(cgroup, &ALLOW));
+    attached.map_err(|source| BootError::DeviceProgram { source })
 }
 
 /// Leaves the agent enough threads to kill a fork bomb. A clone may have more memory than its template, and so more threads.

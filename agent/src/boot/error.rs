@@ -58,6 +58,8 @@ pub enum BootError {
     UserNamespace { what: &'static str, source: io::Error },
     #[error("cannot start the zygote")]
     Zygote { source: io::Error },
+    #[error("cannot give the agent's cgroup a device program; the guest's kernel needs CONFIG_CGROUP_BPF")]
+    DeviceProgram { source: io::Error },
     #[error("cannot set a resource limit")]
     Limit { source: io::Error },
 }

@@ -53,11 +53,14 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     cgroups::limit_threads()?;
     // The zygote would keep the connection open for as long as the VM runs.
     drop(host);
+    let mine = [&rpc, &streams];
     let zygote = match early_zygote {
+        None => Zygote::fork(&mine),
         // It has the namespaces and the limits that the agent had when it was forked.
-        Some(zygote) if users.is_none() && config.added_memory.is_empty() => zygote,
-        _ => fork_zygote(&rpc, &streams)?,
+        Some(zygote) if users.is_none() && config.added_memory.is_empty() => Ok(zygote),
+        Some(zygote) => zygote.replace(&mine),
     };
+    let zygote = zygote.map_err(|source| BootError::Zygote { source })?;
     crate::sys::limit_files(65_536, 1 << 19).map_err(|source| BootError::Limit { source })?;
     let disks = GuestDisks::new(config.image_disk, config.scratch_disk, config.volume_disk);
     let (rpc, streams) = (HostSocket::Vsock(rpc), HostSocket::Vsock(streams));
@@ -81,13 +84,9 @@ impl Prepared {
         cgroups::allow_agent_devices()?;
         allow_overcommit()?;
         let (rpc, streams) = (listen_on(RPC_PORT)?, listen_on(STREAM_PORT)?);
-        let zygote = fork_zygote(&rpc, &streams)?;
+        let zygote = Zygote::fork(&[&rpc, &streams]).map_err(|source| BootError::Zygote { source })?;
         Ok(Prepared { rpc, streams, zygote })
     }
-}
-
-fn fork_zygote(rpc: &OwnedFd, streams: &OwnedFd) -> Result<Zygote, BootError> {
-    Zygote::fork(&[rpc, streams]).map_err(|source| BootError::Zygote { source })
 }
 
 fn listen_on(port: u32) -> Result<OwnedFd, BootError> {

@@ -43,6 +43,12 @@ impl Zygote {
         }
     }
 
+    /// Forks another zygote in place of this one, which ends: a process that has its socket could ask it for any process.
+    pub fn replace(self, mine: &[&OwnedFd]) -> io::Result<Zygote> {
+        drop(self);
+        Zygote::fork(mine)
+    }
+
     /// Sends a request with descriptors to a child of the zygote, and waits for the process at most a minute.
     pub fn call(&self, request: &ZygoteRequest, fds: &[&OwnedFd]) -> Result<NewProcess, ZygoteError> {
         self.call_within(REQUEST_TIMEOUT, request, fds)

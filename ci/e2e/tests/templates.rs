@@ -62,6 +62,8 @@ fn pods_start_from_a_template_and_are_independent() {
     let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let template = only(directories(&node));
+    let state = fs::read(template.join("state")).unwrap();
+    assert!(state.windows(11).any(|name| name == b"working_set"), "what a rehearsal has touched");
     let hosts = ["one", "two", "three"];
     let pods = hosts.map(|name| node.crictl.run_pod(pod(&node, name).set("hostname", json!(name))));
     assert!(pods.iter().all(is_clone));

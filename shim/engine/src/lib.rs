@@ -42,8 +42,8 @@ pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, OpenExtent, Slot};
 pub use nacelle_vmm::machine::{BLOCK_MIB, unused_hotplug_ranges};
 pub use nacelle_vmm::snapshot::{
-    MEMORY_FILE, STATE_FILE, Snapshot, SnapshotDirectory, SnapshotError, SnapshotFiles, VERSION as SNAPSHOT_VERSION,
-    fill_holes, read_files as read_snapshot,
+    MEMORY_FILE, STATE_FILE, Snapshot, SnapshotDirectory, SnapshotError, SnapshotFiles, Touched,
+    VERSION as SNAPSHOT_VERSION, fill_holes, read_files as read_snapshot,
 };
 pub use probe::{Accelerator, KvmVerdict, choose_accelerator, default_engine, probe_kvm};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

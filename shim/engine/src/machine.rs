@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nacelle_vmm::snapshot::{Snapshot, SnapshotFiles};
 
-use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
+use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot, Touched};
 
 /// The host's vsock port to which a guest connects when it has booted. The port is open before the guest runs, so that no
 /// connection comes too early.
@@ -96,9 +96,9 @@ pub trait Snapshottable {
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
 
     /// Records in the files of a snapshot which pages this machine, which was restored from it in small pages, has touched until now.
-    /// Machines that are restored later get these pages before they run, which costs less than one by one. A second call records what
-    /// was touched since the first: they get small pages there when they need them.
-    fn record_working_set(&self, of: &SnapshotFiles) -> Result<(), EngineError>;
+    /// Machines that are restored later get these pages before they run, which costs less than one by one; of those that were touched
+    /// [later](Touched::Later) they get small pages when they need them.
+    fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError>;
 }
 
 /// A machine with hot-plug memory (`MachineSpec::hotplug_mib`), which its guest's kernel adds and removes while it runs.

@@ -13,7 +13,8 @@ use tempfile::TempDir;
 
 use crate::machine::{BOOT_PORT, Engine, GuestLink, Machine};
 use crate::{
-    CheckedSpec, DiskSpec, EngineError, LinkError, MachineSpec, SnapshotDirectory, SnapshotFiles, read_snapshot,
+    CheckedSpec, DiskSpec, EngineError, LinkError, MachineSpec, SnapshotDirectory, SnapshotFiles, Touched,
+    read_snapshot,
 };
 
 /// A limit that nothing reaches even on a slow and busy node; only a BUG does.
@@ -150,11 +151,11 @@ impl TestVm {
         let machine = restorer.restore_in_small_pages(spec, saved).expect("to restore");
         let vm = TestVm { link: machine.link(), machine, directory };
         let (pausable, saver) = (vm.machine.as_pausable(), vm.machine.as_snapshottable());
-        for _ in 0..2 {
+        for when in [Touched::Early, Touched::Later] {
             pausable.expect("a pausable machine").resume().expect("to resume");
             vm.query("memory");
             pausable.expect("a pausable machine").pause().expect("to pause");
-            saver.expect("a machine that can be saved").record_working_set(&files).expect("to record");
+            saver.expect("a machine that can be saved").record_working_set(&files, when).expect("to record");
         }
     }
 

@@ -30,7 +30,7 @@ use crate::machine::{
     Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, Restorer, Snapshottable,
     StopMode,
 };
-use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot};
+use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot, Touched};
 
 /// The maximum number of devices besides those of the specification (and the console): vsock, rng, the share, balloon.
 const OWN_DEVICES: usize = 4;
@@ -375,9 +375,9 @@ impl Snapshottable for KvmMachine {
         snapshot::save_to_files(&vm, to).map_err(|source| EngineError::Snapshot { what: "write", source })
     }
 
-    fn record_working_set(&self, of: &SnapshotFiles) -> Result<(), EngineError> {
+    fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "measure the memory of" })?;
-        snapshot::record_working_set(&vm, of).map_err(|source| EngineError::Snapshot { what: "complete", source })
+        snapshot::record_working_set(&vm, of, when).map_err(|source| EngineError::Snapshot { what: "complete", source })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Implements the process that builds a template: it boots a VM without devices of its own, waits for the agent's hello, saves the VM,
-//! and rehearses a pod's start in a clone. It is jailed like a pod process, with less: no network, no disk but an empty one.
+//! and rehearses a pod's start in a clone. It is jailed like a pod process, with less: no network but a tap that leads nowhere, no disks but
+//! those of the rehearsal.
 
 use super::rehearsal::{RehearsalDevices, rehearse};
 use super::spec::TemplateSpec;

@@ -11,7 +11,9 @@ use crate::{images, scratch};
 use nacelle_base::files::at;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{DiskSpec, Engine, EngineError, Machine, NicSpec, Restorer, Snapshot, SnapshotFiles, StopMode};
+use nacelle_engine::{
+    DiskSpec, Engine, EngineError, Machine, NicSpec, Restorer, Snapshot, SnapshotFiles, StopMode, Touched,
+};
 use nacelle_net::{NetNs, Tap, tap};
 use nacelle_proto::agent as proto;
 use nacelle_proto::common::{Interface, Route};
@@ -33,7 +35,7 @@ pub const PROGRAM: &str = "/idle";
 const IMAGE_OFFSET: u64 = images::ALIGNMENT;
 const PARTITION: u32 = 1;
 /// The ids of the container that every pod has, and of one more, which stands for what pods do besides.
-const CONTAINERS: [&str; 2] = ["first", "second"];
+const CONTAINERS: [(&str, Touched); 2] = [("first", Touched::Early), ("second", Touched::Later)];
 
 const ENDED: EngineError = EngineError::Ended { what: "measure the memory of" };
 
@@ -86,23 +88,36 @@ pub(super) fn rehearse(
     machine.nics = vec![NicSpec { tap, more_queues, dhcp: None, mac: random_mac()?, mtu: MAX_MTU }];
     let vm = engine.restore_in_small_pages(machine.check(&engine.limits())?, saved)?;
     pausable(&*vm)?.resume()?;
-    let (_exited, exit_watch) = watch::channel(None);
+    let limit = spec.boot();
     let measured = runtime.block_on(async {
-        let agent = start_pod(spec, &*vm, &image, exit_watch).await?;
-        for id in CONTAINERS {
-            start_container(&agent, id).await?;
-            pausable(&*vm)?.pause()?;
-            vm.as_snapshottable().ok_or(ENDED)?.record_working_set(files)?;
-            pausable(&*vm)?.resume()?;
-        }
-        Ok::<_, PodError>(())
+        let rehearsal = rehearse_pod(spec, &*vm, &image, files);
+        tokio::time::timeout(limit, rehearsal).await
     });
+    let measured = measured.unwrap_or(Err(PodError::TooSlow { what: "start a pod from the template", limit }));
     // How the VM has ended explains more than the missing answer.
     measured.map_err(|error| match vm.wait(Duration::ZERO) {
         Some(exit) => PodError::Died { why: crate::guest_values::describe_exit(&exit) },
         None => error,
     })?;
     vm.stop(StopMode::Kill)?;
+    Ok(())
+}
+
+/// Starts a pod with two containers, and records what the VM has touched when each runs.
+async fn rehearse_pod(
+    spec: &TemplateSpec,
+    vm: &dyn Machine,
+    image: &Path,
+    files: &SnapshotFiles,
+) -> Result<(), PodError> {
+    let (_exited, exit_watch) = watch::channel(None);
+    let agent = start_pod(spec, vm, image, exit_watch).await?;
+    for (id, when) in CONTAINERS {
+        start_container(&agent, id).await?;
+        pausable(vm)?.pause()?;
+        vm.as_snapshottable().ok_or(ENDED)?.record_working_set(files, when)?;
+        pausable(vm)?.resume()?;
+    }
     Ok(())
 }
 

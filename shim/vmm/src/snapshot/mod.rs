@@ -32,6 +32,7 @@ pub use working_set::WorkingSet;
 
 use crate::machine::{self, HostPages, MachineState, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
+use nacelle_base::guest_warn;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -156,17 +157,29 @@ pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), Sn
     write(files, &document, machine.memory())
 }
 
+/// When a VM has touched the pages of a working set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touched {
+    /// Before it does anything for its user: every VM touches them.
+    Early,
+    /// Since then.
+    Later,
+}
+
 /// Records in `files` which pages this VM, which was restored from them in small pages, has touched until now. VMs that are restored from
-/// them later get these pages before they run. What is touched between a first and a second call gets small pages when it is needed.
-/// Without the pagemap of this process nothing is recorded.
-pub fn record_working_set(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), SnapshotError> {
-    let Some(pagemap) = &files.pagemap else { return Ok(()) };
+/// them later get these pages before they run; with [`Touched::Later`] they only get small pages there when they need them. Without the
+/// pagemap of this process nothing is recorded.
+pub fn record_working_set(machine: &VmHandle, files: &SnapshotFiles, when: Touched) -> Result<(), SnapshotError> {
+    let Some(pagemap) = &files.pagemap else {
+        guest_warn!("the working set is not recorded, because this process cannot read its pagemap");
+        return Ok(());
+    };
     let mut document: Document<MachineState> = read_document(files)?;
     let found = WorkingSet::find(machine.memory(), &files.memory, pagemap);
     let found = found.map_err(files.failed("measure", MEMORY_FILE))?;
-    match document.working_set.is_empty() {
-        true => document.working_set = found,
-        false => document.working_set.extend(found),
+    match when {
+        Touched::Early => document.working_set = found,
+        Touched::Later => document.working_set.extend(found),
     }
     write_state(files, &envelope::encode(&document)?)
 }

@@ -10,8 +10,12 @@ pub const PAGE: usize = 4096;
 const ENTRY: usize = 8;
 /// Bits of an entry: the page is in memory or in swap.
 const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+/// A bit of an entry: no other process has the page mapped. Not set for the page of zeros, which is there after a read.
+const IS_EXCLUSIVE: u64 = 1 << 56;
 /// A bit of an entry: the page is that of a file, or shared.
 const IS_OF_FILE: u64 = 1 << 61;
+/// A bit of an entry: the page is in swap.
+const IS_SWAPPED: u64 = 1 << 62;
 
 /// What is behind a page of the process.
 pub struct PageEntry(u64);
@@ -22,9 +26,9 @@ impl PageEntry {
         self.0 & IS_PRESENT_OR_SWAPPED != 0
     }
 
-    /// Returns whether the process has the page for itself: in a private mapping of a file, whether it has written it.
+    /// Returns whether the process has written the page, and so has it for itself, in private memory that no child process shares.
     pub fn is_own(&self) -> bool {
-        self.is_touched() && self.0 & IS_OF_FILE == 0
+        self.0 & IS_OF_FILE == 0 && self.0 & (IS_EXCLUSIVE | IS_SWAPPED) != 0
     }
 }
 

@@ -3,7 +3,8 @@
 
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{
-    BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles, read_snapshot,
+    BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles, Touched, fill_holes,
+    read_snapshot,
 };
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::AgentHello;
@@ -52,6 +53,8 @@ pub struct VmDescription {
     pub asked: bool,
     /// The directory of a saved VM that is restored instead of booting (ours only).
     pub from: Option<PathBuf>,
+    /// It is restored in small pages, so that its working set can be recorded (ours only).
+    pub small_pages: bool,
     /// Clones may have more disks and interfaces than this VM (ours only).
     pub template: bool,
     /// A directory of the VM's own.
@@ -234,7 +237,12 @@ pub fn run_vm_child(description: &str) -> ExitCode {
         None => engine.start(spec).expect("a machine"),
         Some(from) => {
             let saved = SnapshotFiles::open(from).and_then(read_snapshot).expect("a snapshot");
-            let machine = engine.as_restorer().expect("a restorer").restore(spec, saved).expect("a restored machine");
+            let restorer = engine.as_restorer().expect("a restorer");
+            let restored = match description.small_pages {
+                true => restorer.restore_in_small_pages(spec, saved),
+                false => restorer.restore(spec, saved),
+            };
+            let machine = restored.expect("a restored machine");
             machine.as_pausable().expect(pausable).resume().expect("to resume");
             machine
         }
@@ -267,6 +275,7 @@ fn serve_commands(machine: &dyn Machine) -> ExitCode {
             machine.as_pausable().expect(pausable).pause().expect("to pause");
             let directory = SnapshotDirectory::create(directory.as_ref()).expect("a directory");
             machine.as_snapshottable().expect("a VM that can be saved").save(directory.files()).expect("to save");
+            fill_holes(directory.files()).expect("to allocate memory");
             directory.commit().expect("to save");
             println!("{}", (monotonic_nanos() - begin) as f64 / 1e6);
             continue;
@@ -274,7 +283,11 @@ fn serve_commands(machine: &dyn Machine) -> ExitCode {
         if let Some(directory) = command.strip_prefix(RECORD_COMMAND) {
             machine.as_pausable().expect(pausable).pause().expect("to pause");
             let files = SnapshotFiles::open_to_complete(directory.as_ref()).expect("a snapshot");
-            machine.as_snapshottable().expect("a VM that can be saved").record_working_set(&files).expect("to record");
+            machine
+                .as_snapshottable()
+                .expect("a VM that can be saved")
+                .record_working_set(&files, Touched::Early)
+                .expect("to record");
             println!("0");
             continue;
         }

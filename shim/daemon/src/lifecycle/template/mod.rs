@@ -38,8 +38,8 @@ const MEMORY_STEP: u32 = 8;
 /// From 64 GiB of addresses on, of which 1 GiB is no memory, a kernel may use larger memory blocks than those in which a clone's memory is
 /// added.
 const MAX_MEMORY_MIB: u32 = 63 << 10;
-/// The time for a build besides the two boots.
-const BUILD_MARGIN: Duration = Duration::from_secs(30);
+/// The time for a build besides the boot and the rehearsal, each of which may take the boot timeout.
+const BUILD_MARGIN: Duration = Duration::from_secs(60);
 
 /// Why a template could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -437,8 +437,7 @@ impl Drop for LentUser {
     }
 }
 
-/// Creates an empty directory in place of what an earlier build has left.
-/// Creates the directory of a template, with what the process needs that builds it.
+/// Creates the directory of a template, with what the process needs that builds it, in place of what an earlier build has left.
 fn create_draft(directory: &Path) -> Result<(), TemplateError> {
     remove_tree_if_there(directory)?;
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
