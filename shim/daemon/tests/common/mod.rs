@@ -10,7 +10,7 @@ pub mod pods;
 use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_base::net::{Interface, PodNetwork};
-use nacelle_daemon::config::{Config, Handler};
+use nacelle_daemon::config::{Config, Handler, TemplateScope};
 use nacelle_daemon::lifecycle::services::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
 use nacelle_daemon::server::{self, DaemonSetup};
@@ -250,6 +250,8 @@ impl World {
         config.paths.socket = self.root.path().join("s.sock");
         config.network.netns_dir = self.root.path().join("netns");
         config.default_handler = "small".into();
+        // They are in a file system of their own, which would stay mounted.
+        config.sandbox.templates = TemplateScope::Off;
         config.jail.user_count = self.user_count;
         config.network.gc_interval = self.gc_interval;
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
