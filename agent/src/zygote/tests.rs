@@ -245,3 +245,16 @@ fn a_process_that_the_agent_does_not_accept_is_killed() {
         }
     }
 }
+
+#[test]
+fn a_zygote_that_is_replaced_ends() {
+    // The end of the pipe belongs to the first zygote alone.
+    let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let first = Zygote::fork(&[]).unwrap();
+    drop(write);
+    let second = first.replace(&[&read]).unwrap();
+    let mut ended = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
+    let count = retry_interrupted(|| nix::poll::poll(&mut ended, PollTimeout::from(20_000_u16)));
+    assert_eq!(count, Ok(1), "the first zygote still runs");
+    drop(second);
+}

@@ -46,7 +46,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::ExitStatusExt;
     use std::process::Command;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn the_program_runs_until_it_is_killed() {
@@ -55,8 +55,13 @@ mod tests {
         fs::write(&path, idle_program()).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         let mut child = Command::new(&path).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(child.try_wait().unwrap(), None);
+        let sleeps =
+            || fs::read_to_string(format!("/proc/{}/syscall", child.id())).is_ok_and(|call| call.starts_with("34 "));
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !sleeps() {
+            assert!(Instant::now() < deadline, "it is not in pause()");
+            std::thread::yield_now();
+        }
         kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGKILL).unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
         assert!(rehearsal_image().unwrap().len().is_multiple_of(4096));
