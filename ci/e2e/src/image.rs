@@ -1,6 +1,7 @@
 //! Builds small images: OCI layouts of a static busybox with the files and the configuration that a test needs. And artifacts, which
 //! have files but no configuration.
 
+use crate::run::run_program;
 use flate2::{Compression, write::GzEncoder};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -183,6 +184,18 @@ impl Layer {
     /// Adds a directory.
     pub fn add_directory(&mut self, path: &str, mode: u32) {
         self.append(&format!("{path}/"), tar::EntryType::Directory, mode, None, &[]);
+    }
+
+    /// Adds a program of this machine with its shared libraries.
+    pub fn add_program(&mut self, from: &Path, path: &str) {
+        self.add_file(path, &fs::read(from).expect("cargo built it"), 0o755);
+        let linked = run_program("ldd", [from]).ok();
+        for directory in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
+            self.add_directory(directory, 0o755);
+        }
+        for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
+            self.add_file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
+        }
     }
 
     /// Adds a regular file.

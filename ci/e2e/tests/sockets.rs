@@ -1,9 +1,7 @@
 //! Tests socket volumes: containers in a VM connect to UNIX sockets that listen on the node.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
-use nacelle_e2e::image::Layer;
 use nacelle_e2e::node::{NodeOptions, SMALL_VM, engine, handler_config};
-use nacelle_e2e::run::run_program;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -21,22 +19,11 @@ const FIRST_NODE_ID: u32 = 196_608;
 /// The maximum number of connections of a pod.
 const MAX_CONNECTIONS: usize = 128;
 
-/// Adds the client with its shared libraries.
-fn add_client(layer: &mut Layer) {
-    layer.add_file("bin/client", &fs::read(CLIENT).expect("cargo built it"), 0o755);
-    let linked = run_program("ldd", [CLIENT]).ok();
-    for directory in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
-        layer.add_directory(directory, 0o755);
-    }
-    for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
-        layer.add_file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
-    }
-}
-
 fn node_with_sockets() -> (TestNode, String) {
     let handler = handler_config("sockets", &format!("{SMALL_VM}allowed_annotations = [{ANNOTATION:?}]\n"));
     let node = TestNode::with_options(NodeOptions { extra: handler, ..NodeOptions::default() });
-    let image = node.push_and_pull(&TestImage::busybox().with_layer(add_client), "client:1");
+    let image = TestImage::busybox().with_layer(|layer| layer.add_program(Path::new(CLIENT), "bin/client"));
+    let image = node.push_and_pull(&image, "client:1");
     (node, image)
 }
 

@@ -2,8 +2,6 @@
 //! as on one kernel, also where one of them cannot write, and in a user namespace. Engine `host` is the reference.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
-use nacelle_e2e::image::Layer;
-use nacelle_e2e::run::run_program;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
@@ -12,18 +10,6 @@ use std::path::{Path, PathBuf};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_nacelle-volume-probe");
 const FIRST_NODE_ID: u32 = 196_608;
-
-/// Adds a program with its shared libraries.
-fn add_program(layer: &mut Layer, path: &str, name: &str) {
-    layer.add_file(name, &fs::read(path).expect("cargo built it"), 0o755);
-    let linked = run_program("ldd", [path]).ok();
-    for directory in ["lib", "lib64", "lib/x86_64-linux-gnu"] {
-        layer.add_directory(directory, 0o755);
-    }
-    for library in linked.split_whitespace().filter(|word| word.starts_with('/')) {
-        layer.add_file(library.trim_start_matches('/'), &fs::read(library).expect("ldd found it"), 0o755);
-    }
-}
 
 /// A directory of the node, a part of it, and its parent.
 struct Volume {
@@ -85,6 +71,19 @@ impl<'a> VolumeView<'a> {
     }
 }
 
+/// Checks that a file without a name is one of this container alone until it has a name, and then one of both.
+fn check_nameless(one: &VolumeView, other: &VolumeView) {
+    let seen = one.exec("/bin/probe nameless .");
+    let expected = "created: 0 links, 14 bytes\nbefore: 0 names\nopened again: without a name\nlinked: 1 names\n\
+        one inode: true, 1 links, mode 640\nthrough its name: mapped! a name later\nexclusive: Some(Os { code: 2, \
+        kind: NotFound, message: \"No such file or directory\" })\nclosed: 4096 bytes";
+    assert_eq!(seen, expected);
+    assert_eq!(other.exec("head -c 7 named && stat -c :%a:%u:%g named"), "mapped!:640:0:0");
+    assert_eq!(one.exec("stat -c %d:%i named"), other.exec("stat -c %d:%i named"));
+    other.exec("rm named");
+    assert!(!one.exec("ls").contains("named"));
+}
+
 /// Checks that writes, new files and renames of one container are visible to the other at once.
 fn check_coherence(one: &VolumeView, other: &VolumeView) {
     for round in 0..5 {
@@ -101,7 +100,7 @@ fn check_coherence(one: &VolumeView, other: &VolumeView) {
 }
 
 fn check_views(node: &TestNode, volume: &Volume, pod: PodRequest, linux: &Value, mount: &Value) {
-    let image = TestImage::busybox().with_layer(|layer| add_program(layer, PROBE, "bin/probe"));
+    let image = TestImage::busybox().with_layer(|layer| layer.add_program(Path::new(PROBE), "bin/probe"));
     let image = node.push_and_pull(&image, "probe:1");
     let pod = node.crictl.run_pod(pod);
     let container = |name: &str| ContainerRequest::sh(name, &image, "sleep 600").set("linux", linux.clone());
@@ -119,7 +118,10 @@ fn check_views(node: &TestNode, volume: &Volume, pod: PodRequest, linux: &Value,
     for (one, other) in [(&a, &b), (&b, &c), (&c, &a), (&b, &a)] {
         check_coherence(one, other);
         one.check_probe(other, "");
+        check_nameless(one, other);
     }
+    let refused = read.container.exec(&format!("/bin/probe nameless {}", read.part)).err();
+    assert!(refused.contains("ReadOnlyFilesystem"), "{refused}");
     a.check_probe(&read, "ro");
     b.check_probe(&read, "ro");
     let refused = read.container.exec("echo x >/v/file").err();

@@ -49,6 +49,8 @@ const DESCRIPTOR_NEXT: u16 = 1;
 const DESCRIPTOR_WRITE: u16 = 2;
 /// The number of descriptors that are reserved for other purposes than the guest's files.
 const RESERVED_FILES: u64 = 64;
+/// The part of all open files that may be files without a name.
+const NAMELESS_PART: u64 = 8;
 /// The length of `struct fuse_out_header`, and the offsets of a request's unique number and opcode.
 const OUT_HEADER: usize = 16;
 const UNIQUE: std::ops::Range<usize> = 8..16;
@@ -68,6 +70,8 @@ const DEVICE_SUBMOUNTS: u64 = 1 << 62;
 const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
 const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
 const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
+/// `FUSE_TMPFILE`: a request as `FUSE_CREATE`, whose flags contain O_TMPFILE and whose name means nothing.
+const FUSE_TMPFILE: [u8; 4] = 51u32.to_le_bytes();
 /// The length of `struct fuse_entry_out`, which precedes `struct fuse_open_out` in a reply to `FUSE_CREATE`; of the latter
 /// the length, the offset of the flags, and `FOPEN_NOFLUSH`.
 const ENTRY_OUT: u32 = 40 + 88;
@@ -114,6 +118,7 @@ impl Server {
     /// open files, `cache` how long the guest may cache names and attributes: any process on the node may change any file
     /// at any time. `mounts` are this process's mounts.
     pub fn new(root: &str, own_fds: File, files: u64, cache: Duration, mounts: Arc<Mounts>) -> io::Result<Server> {
+        let max_nameless = files / NAMELESS_PART;
         let config = Config {
             root_dir: root.to_owned(),
             proc_sfd_rawfd: Some(own_fds.try_clone()?),
@@ -127,7 +132,7 @@ impl Server {
             killpriv_v2: true,
             announce_submounts: true,
             readdirplus: true,
-            guest_fd_limit: files.saturating_sub(RESERVED_FILES),
+            guest_fd_limit: (files - max_nameless).saturating_sub(RESERVED_FILES),
             ..Config::default()
         };
         let supports_file_submounts = Arc::new(AtomicBool::new(false));
@@ -137,6 +142,8 @@ impl Server {
             own_fds,
             mounts.clone(),
             supports_file_submounts.clone(),
+            cache,
+            usize::try_from(max_nameless).unwrap_or(usize::MAX),
         );
         let fuse = Fuse::new(views);
         let region = MmapRegion::new(OWN_BYTES).map_err(io::Error::other)?;
@@ -230,12 +237,15 @@ impl Server {
         let error = if !has_possible_position(head) {
             tracing::debug!("the guest sent an invalid file request: no file has this position");
             libc::EINVAL
+        } else if is_opcode(head, FUSE_TMPFILE) && !asks_for_no_name(head) {
+            tracing::debug!("the guest sent an invalid file request: FUSE_TMPFILE without O_TMPFILE");
+            libc::EINVAL
         } else if names::are_plain(head) {
             if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
                 let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
                 self.supports_file_submounts.store(flags & DEVICE_SUBMOUNTS != 0, Ordering::Relaxed);
             }
-            match self.forward(memory, head, readable, writable) {
+            match self.rewrite(memory, head).and_then(|()| self.forward(memory, head, readable, writable)) {
                 Ok(written) => {
                     self.skip_flush(memory, head, writable, written);
                     return written;
@@ -250,6 +260,14 @@ impl Server {
             libc::EACCES
         };
         self.write_error(memory, head, writable, error).unwrap_or(0)
+    }
+
+    /// Turns FUSE_TMPFILE, which virtiofsd does not answer, into FUSE_CREATE with O_TMPFILE, which [`Views`] do.
+    fn rewrite(&self, memory: &Memory, head: &[u8]) -> io::Result<()> {
+        if !is_opcode(head, FUSE_TMPFILE) {
+            return Ok(());
+        }
+        memory.write_slice(&FUSE_CREATE, GuestAddress(REQUEST + OPCODE.start as u64)).map_err(other_error)
     }
 
     fn forward(&mut self, memory: &Memory, head: &[u8], readable: &[Buffer], writable: &[Buffer]) -> io::Result<u32> {
@@ -271,7 +289,7 @@ impl Server {
     fn skip_flush(&self, memory: &Memory, head: &[u8], writable: &[Buffer], written: u32) {
         let before = match head.get(OPCODE) {
             Some(opcode) if opcode == FUSE_OPEN => OUT_HEADER as u32,
-            Some(opcode) if opcode == FUSE_CREATE => OUT_HEADER as u32 + ENTRY_OUT,
+            Some(opcode) if opcode == FUSE_CREATE || opcode == FUSE_TMPFILE => OUT_HEADER as u32 + ENTRY_OUT,
             _ => return,
         };
         let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
@@ -325,6 +343,17 @@ impl Server {
         memory.write_obj(self.request_count.to_le(), GuestAddress(AVAILABLE + 2)).map_err(other_error)?;
         self.queue.pop_descriptor_chain(memory).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
+}
+
+/// Returns whether a request has an opcode.
+fn is_opcode(head: &[u8], opcode: [u8; 4]) -> bool {
+    head.get(OPCODE).is_some_and(|found| found == opcode)
+}
+
+/// Returns whether the flags of a creation request contain O_TMPFILE.
+fn asks_for_no_name(head: &[u8]) -> bool {
+    let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, i32::from_le_bytes);
+    flags & libc::O_TMPFILE == libc::O_TMPFILE
 }
 
 /// Returns whether a request to read or write begins and ends at positions that a file can have; virtiofsd panics otherwise. Other

@@ -24,6 +24,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, SystemTime};
 
 mod guest;
+mod nameless;
 mod queues;
 
 use guest::{FORGET, GETATTR, Guest, INIT, RENAME, ROOT, UNLINK};
@@ -668,7 +669,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 22] = [
+    let tests: [(&str, fn()); 26] = [
         (
             "directories_and_files_are_shared_with_the_requested_access",
             directories_and_files_are_shared_with_the_requested_access,
@@ -721,6 +722,22 @@ fn main() -> ExitCode {
         (
             "without_the_process_a_shared_virtqueue_is_answered_with_errors",
             queues::without_the_process_a_shared_virtqueue_is_answered_with_errors,
+        ),
+        (
+            "a_file_without_a_name_is_written_read_and_linked",
+            nameless::a_file_without_a_name_is_written_read_and_linked,
+        ),
+        (
+            "a_file_without_a_name_has_all_operations_of_a_file",
+            nameless::a_file_without_a_name_has_all_operations_of_a_file,
+        ),
+        (
+            "files_without_a_name_are_refused_where_files_are",
+            nameless::files_without_a_name_are_refused_where_files_are,
+        ),
+        (
+            "files_without_a_name_end_with_the_guests_interest_and_are_limited",
+            nameless::files_without_a_name_end_with_the_guests_interest_and_are_limited,
         ),
         ("a_share_of_one_volume_exposes_nothing_else", a_share_of_one_volume_exposes_nothing_else),
         ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),

@@ -2,11 +2,14 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Views;
-use super::nodes::{Boundary, NodeId, ROOT_DEVICE, ROOT_INODE, View, ViewState};
+use super::nameless;
+use super::nodes::{Boundary, NodeId, Opened, ROOT_DEVICE, ROOT_INODE, View, ViewState};
 use super::resolve::{impersonate_caller, require_mount_id};
-use rustix::fs::{AtFlags, CWD, StatxFlags, makedev, statx};
+use nacelle_base::retry::retry_interrupted;
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, open, statx};
 use std::ffi::CStr;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 use virtiofsd::filesystem::{
     Context, Entry, Extensions, FileSystem, FsOptions, GetxattrReply, ListxattrReply, OpenOptions, SetattrValid,
@@ -22,19 +25,19 @@ impl FileSystem for Views {
 
     fn init(&self, capable: FsOptions) -> io::Result<FsOptions> {
         let options = self.inner.init(capable)?;
-        let status = statx(CWD, &*self.root, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID);
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let root = retry_interrupted(|| open(&*self.root, flags, Mode::empty()))?;
+        let status = statx(&root, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID);
         let status = require_mount_id(status).ok_or_else(|| io::Error::from_raw_os_error(libc::EIO))?;
         let mount = status.stx_mnt_id;
         let flags = self.mounts.table().flags(mount).ok_or_else(|| io::Error::from_raw_os_error(libc::EIO))?;
         let device = (makedev(status.stx_dev_major, status.stx_dev_minor), flags.mapped);
+        let sends_groups = options.contains(FsOptions::CREATE_SUPP_GROUP);
         let mut state = self.state();
-        *state = ViewState { last_number: ROOT_INODE, ..ViewState::default() };
-        state.insert(
-            ROOT_INODE,
-            device,
-            (ROOT_DEVICE, status.stx_ino),
-            View { inner: ROOT_INODE, mount, flags, open: 0 },
-        );
+        *state = ViewState { last_number: ROOT_INODE, sends_groups, ..ViewState::default() };
+        let view = View { inner: ROOT_INODE, fd: root.as_raw_fd(), mount, flags, open: 0 };
+        state.root = Some(root);
+        state.insert(ROOT_INODE, device, (ROOT_DEVICE, status.stx_ino), view);
         Ok(options)
     }
 
@@ -91,7 +94,10 @@ impl FileSystem for Views {
     }
 
     fn getattr(&self, ctx: Context, node: NodeId, handle: Option<u64>) -> io::Result<(Attr, Duration)> {
-        self.inner.getattr(ctx, self.inode_for(ctx, node)?, handle)
+        match self.nameless(node) {
+            Some(nameless) => Ok((nameless.file.status()?.0, self.cache)),
+            None => self.inner.getattr(ctx, self.inode_for(ctx, node)?, handle),
+        }
     }
 
     fn setattr(
@@ -102,7 +108,13 @@ impl FileSystem for Views {
         handle: Option<u64>,
         valid: SetattrValid,
     ) -> io::Result<(Attr, Duration)> {
-        self.inner.setattr(ctx, self.inode_for_handle(ctx, node, handle)?, attr, handle, valid)
+        match self.opened_or_best(ctx, node, handle)? {
+            Opened::ByInode(inner) => self.inner.setattr(ctx, inner, attr, handle, valid),
+            Opened::Nameless(file) => {
+                file.set_attributes(attr, valid)?;
+                Ok((file.status()?.0, self.cache))
+            }
+        }
     }
 
     fn readlink(&self, ctx: Context, node: NodeId) -> io::Result<Vec<u8>> {
@@ -120,7 +132,7 @@ impl FileSystem for Views {
         let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
         let fd = self.next_fd()?;
         let created = self.inner.symlink(ctx, target, view.inner, name, extensions)?;
-        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, fd)?.0)
     }
 
     fn mknod(
@@ -136,7 +148,7 @@ impl FileSystem for Views {
         let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
         let fd = self.next_fd()?;
         let created = self.inner.mknod(ctx, view.inner, name, mode, rdev, umask, extensions)?;
-        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, fd)?.0)
     }
 
     fn mkdir(
@@ -151,7 +163,7 @@ impl FileSystem for Views {
         let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
         let fd = self.next_fd()?;
         let created = self.inner.mkdir(ctx, view.inner, name, mode, umask, extensions)?;
-        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, fd)?.0)
     }
 
     fn unlink(&self, ctx: Context, parent: NodeId, name: &CStr) -> io::Result<()> {
@@ -183,15 +195,22 @@ impl FileSystem for Views {
     }
 
     fn link(&self, ctx: Context, node: NodeId, parent: NodeId, name: &CStr) -> io::Result<Entry> {
+        if let Some(nameless) = self.nameless(node) {
+            return self.link_nameless(ctx, node, &nameless, parent, name);
+        }
         let (source, view) = self.views_on_same_mount(ctx, node, parent)?;
         let fd = self.next_fd()?;
         let guard = impersonate_caller(ctx, view)?;
         let created = self.inner.link(ctx, source.inner, view.inner, name)?;
         drop(guard);
-        Ok(self.add_created_entry(ctx, (parent, view), name, created, &fd)?.0)
+        Ok(self.add_created_entry(ctx, (parent, view), name, created, fd)?.0)
     }
 
     fn open(&self, ctx: Context, node: NodeId, kill_priv: bool, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
+        if let Some(nameless) = self.nameless(node) {
+            let file = self.descriptors.reopen(&self.own_fds, &nameless.file, kill_priv, flags)?;
+            return Ok((Some(self.state().add_nameless_handle(node, file)), OpenOptions::empty()));
+        }
         self.open_and_record(ctx, node, |inner| self.inner.open(ctx, inner, kill_priv, flags))
     }
 
@@ -206,12 +225,16 @@ impl FileSystem for Views {
         umask: u32,
         extensions: Extensions,
     ) -> io::Result<(Entry, Option<u64>, OpenOptions)> {
+        if nameless::is_requested(flags) {
+            let (entry, handle) = self.create_nameless(ctx, parent, flags, mode, umask, extensions)?;
+            return Ok((entry, Some(handle), OpenOptions::empty()));
+        }
         let view = self.best_view(ctx, &mut self.state(), &self.mounts.table(), parent)?;
         let fd = self.next_fd()?;
         let created = self.inner.create(ctx, view.inner, name, mode, kill_priv, flags, umask, extensions)?;
         let (created, handle, options) = created;
         let inode = created.inode;
-        let admitted = self.add_created_entry(ctx, (parent, view), name, created, &fd);
+        let admitted = self.add_created_entry(ctx, (parent, view), name, created, fd);
         if let (Err(_), Some(handle)) = (&admitted, handle) {
             // The guest does not get the number of this open file.
             let _ = self.inner.release(ctx, inode, 0, handle, false, false, None);
@@ -234,8 +257,10 @@ impl FileSystem for Views {
         lock_owner: Option<u64>,
         flags: u32,
     ) -> io::Result<usize> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.read(ctx, inner, handle, to, size, offset, lock_owner, flags)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => self.inner.read(ctx, inner, handle, to, size, offset, lock_owner, flags),
+            Opened::Nameless(file) => file.read(to, size, offset),
+        }
     }
 
     fn write<R: ZeroCopyReader>(
@@ -251,18 +276,26 @@ impl FileSystem for Views {
         kill_priv: bool,
         flags: u32,
     ) -> io::Result<usize> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.write(ctx, inner, handle, from, size, offset, lock_owner, delayed_write, kill_priv, flags)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => {
+                self.inner.write(ctx, inner, handle, from, size, offset, lock_owner, delayed_write, kill_priv, flags)
+            }
+            Opened::Nameless(file) => file.write(from, size, offset, delayed_write, kill_priv, flags),
+        }
     }
 
     fn flush(&self, ctx: Context, node: NodeId, handle: u64, lock_owner: u64) -> io::Result<()> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.flush(ctx, inner, handle, lock_owner)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => self.inner.flush(ctx, inner, handle, lock_owner),
+            Opened::Nameless(file) => file.flush(),
+        }
     }
 
     fn fsync(&self, ctx: Context, node: NodeId, datasync: bool, handle: u64) -> io::Result<()> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.fsync(ctx, inner, datasync, handle)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => self.inner.fsync(ctx, inner, datasync, handle),
+            Opened::Nameless(file) => file.sync(datasync),
+        }
     }
 
     fn fallocate(
@@ -274,8 +307,10 @@ impl FileSystem for Views {
         offset: u64,
         length: u64,
     ) -> io::Result<()> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.fallocate(ctx, inner, handle, mode, offset, length)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => self.inner.fallocate(ctx, inner, handle, mode, offset, length),
+            Opened::Nameless(file) => file.allocate(mode, offset, length),
+        }
     }
 
     fn release(
@@ -288,13 +323,15 @@ impl FileSystem for Views {
         flock_release: bool,
         lock_owner: Option<u64>,
     ) -> io::Result<()> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.release(ctx, inner, flags, handle, flush, flock_release, lock_owner)?;
+        if let Opened::ByInode(inner) = self.opened(node, handle)? {
+            self.inner.release(ctx, inner, flags, handle, flush, flock_release, lock_owner)?;
+        }
         self.state().remove_handle(handle);
         Ok(())
     }
 
     fn statfs(&self, ctx: Context, node: NodeId) -> io::Result<libc::statvfs64> {
+        let node = self.nameless(node).map_or(node, |nameless| nameless.directory);
         self.inner.statfs(ctx, self.inode_for(ctx, node)?)
     }
 
@@ -307,19 +344,31 @@ impl FileSystem for Views {
         flags: u32,
         extra_flags: SetxattrFlags,
     ) -> io::Result<()> {
-        self.inner.setxattr(ctx, self.inode_for(ctx, node)?, name, value, flags, extra_flags)
+        match self.opened_or_best(ctx, node, None)? {
+            Opened::ByInode(inner) => self.inner.setxattr(ctx, inner, name, value, flags, extra_flags),
+            Opened::Nameless(file) => file.set_xattr(name, value, flags, extra_flags),
+        }
     }
 
     fn getxattr(&self, ctx: Context, node: NodeId, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
-        self.inner.getxattr(ctx, self.inode_for(ctx, node)?, name, size)
+        match self.opened_or_best(ctx, node, None)? {
+            Opened::ByInode(inner) => self.inner.getxattr(ctx, inner, name, size),
+            Opened::Nameless(file) => file.xattr(name, size),
+        }
     }
 
     fn listxattr(&self, ctx: Context, node: NodeId, size: u32) -> io::Result<ListxattrReply> {
-        self.inner.listxattr(ctx, self.inode_for(ctx, node)?, size)
+        match self.opened_or_best(ctx, node, None)? {
+            Opened::ByInode(inner) => self.inner.listxattr(ctx, inner, size),
+            Opened::Nameless(file) => file.xattr_names(size),
+        }
     }
 
     fn removexattr(&self, ctx: Context, node: NodeId, name: &CStr) -> io::Result<()> {
-        self.inner.removexattr(ctx, self.inode_for(ctx, node)?, name)
+        match self.opened_or_best(ctx, node, None)? {
+            Opened::ByInode(inner) => self.inner.removexattr(ctx, inner, name),
+            Opened::Nameless(file) => file.remove_xattr(name),
+        }
     }
 
     fn opendir(&self, ctx: Context, node: NodeId, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
@@ -348,8 +397,10 @@ impl FileSystem for Views {
     }
 
     fn lseek(&self, ctx: Context, node: NodeId, handle: u64, offset: u64, whence: u32) -> io::Result<u64> {
-        let inner = self.state().inode_of_handle(node, handle)?;
-        self.inner.lseek(ctx, inner, handle, offset, whence)
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => self.inner.lseek(ctx, inner, handle, offset, whence),
+            Opened::Nameless(file) => file.seek(offset, whence),
+        }
     }
 
     fn copyfilerange(
@@ -364,14 +415,17 @@ impl FileSystem for Views {
         length: u64,
         flags: u64,
     ) -> io::Result<usize> {
-        let state = self.state();
-        let inner = (state.inode_of_handle(from, from_handle)?, state.inode_of_handle(to, to_handle)?);
-        drop(state);
-        let (from, to) = inner;
+        let (Opened::ByInode(from), Opened::ByInode(to)) =
+            (self.opened(from, from_handle)?, self.opened(to, to_handle)?)
+        else {
+            // The guest's kernel then reads and writes.
+            return Err(io::Error::from_raw_os_error(libc::EXDEV));
+        };
         self.inner.copyfilerange(ctx, from, from_handle, from_offset, to, to_handle, to_offset, length, flags)
     }
 
     fn syncfs(&self, ctx: Context, node: NodeId) -> io::Result<()> {
+        let node = self.nameless(node).map_or(node, |nameless| nameless.directory);
         self.inner.syncfs(ctx, self.inode_for(ctx, node)?)
     }
 }

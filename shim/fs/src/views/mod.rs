@@ -9,15 +9,18 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod filesystem;
+mod nameless;
 mod nodes;
 mod resolve;
 
 use crate::mounts::Mounts;
+use nameless::Descriptors;
 use nodes::ViewState;
 use std::ffi::CString;
 use std::fs::File;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use virtiofsd::passthrough::PassthroughFs;
 
 /// virtiofsd's file system, with one inode for each file.
@@ -29,19 +32,26 @@ pub(crate) struct Views {
     mounts: Arc<Mounts>,
     /// The guest's kernel mounts volumes that are not directories too.
     supports_file_submounts: Arc<AtomicBool>,
+    /// How long the guest may cache names and attributes.
+    cache: Duration,
+    /// The files that are open without virtiofsd.
+    descriptors: Descriptors,
     state: Mutex<ViewState>,
 }
 
 impl Views {
-    /// Wraps virtiofsd's file system; `root` is the path of its root directory.
+    /// Wraps virtiofsd's file system; `root` is the path of its root directory. At most `max_nameless` files are open without it.
     pub fn new(
         inner: PassthroughFs,
         root: CString,
         own_fds: File,
         mounts: Arc<Mounts>,
         supports_file_submounts: Arc<AtomicBool>,
+        cache: Duration,
+        max_nameless: usize,
     ) -> Views {
-        Views { inner, root, own_fds, mounts, supports_file_submounts, state: Mutex::default() }
+        let descriptors = Descriptors::new(max_nameless);
+        Views { inner, root, own_fds, mounts, supports_file_submounts, cache, descriptors, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, ViewState> {

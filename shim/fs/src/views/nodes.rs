@@ -1,11 +1,14 @@
 //! Keeps the table of the guest's nodes: for each file its views, its device number, its last parent, and the open handles.
-//! It performs no I/O.
+//! It performs no I/O, except that a file without a name is closed with its node and its last handle.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use super::nameless::NamelessFile;
 use crate::mounts::{MountFlags, MountId, MountTable};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
 use virtiofsd::filesystem::Entry;
 
 /// The inode of the share's root, for the guest and for virtiofsd.
@@ -17,6 +20,9 @@ pub(super) const DEVICE_SHIFT: u32 = 48;
 /// The maximum number of directories above a node that are searched for a better view.
 pub(super) const MAX_DEPTH: usize = 256;
 
+/// virtiofsd counts its handles from 0 on and never comes this far.
+const NAMELESS_HANDLE: u64 = 1 << 63;
+
 /// An inode number of virtiofsd.
 pub(super) type VirtiofsdInode = u64;
 /// An inode number of the guest.
@@ -24,13 +30,19 @@ pub(super) type NodeId = u64;
 
 #[derive(Default)]
 pub(super) struct ViewState {
+    /// The descriptor of the share's root.
+    pub root: Option<OwnedFd>,
     pub nodes: HashMap<NodeId, FileNode>,
     pub by_key: HashMap<(u16, u64), NodeId>,
     pub by_inode: HashMap<VirtiofsdInode, NodeId>,
-    /// The node and the inode of each open file, by handle.
-    pub handles: HashMap<u64, (NodeId, VirtiofsdInode)>,
+    /// The node of each open file, and what has it open, by handle.
+    pub handles: HashMap<u64, (NodeId, Opened)>,
+    /// The number of handles of files that had no name when they were opened.
+    pub nameless_handles: u64,
     pub devices: HashMap<(u64, bool), GuestDevice>,
     pub last_number: NodeId,
+    /// The guest's kernel sends the groups of a process that creates a file.
+    pub sends_groups: bool,
     /// A counter that changes with each further view that is found for a node.
     pub changes: u64,
 }
@@ -40,14 +52,33 @@ pub(super) struct GuestDevice {
     pub nodes: usize,
 }
 
+/// What has a file open.
+#[derive(Clone)]
+pub(super) enum Opened {
+    /// virtiofsd, by this inode.
+    ByInode(VirtiofsdInode),
+    /// This process itself: the file had no name.
+    Nameless(Arc<NamelessFile>),
+}
+
+/// A file as long as it has no name.
+#[derive(Clone)]
+pub(super) struct Nameless {
+    pub file: Arc<NamelessFile>,
+    pub mount: MountId,
+    /// The directory in which it was created.
+    pub directory: NodeId,
+}
+
 /// A file of the node.
 pub(super) struct FileNode {
     pub device: (u64, bool),
     pub key: (u16, u64),
     /// The number of lookups of the guest that it has not forgotten.
     pub lookups: u64,
-    /// One view or more. The first was the best one when the others were last searched.
+    /// One view or more, or none if the file has no name. The first was the best one when the others were last searched.
     pub views: Vec<View>,
+    pub nameless: Option<Nameless>,
     /// The directory in which the file was found last, and its name there; `None` across mounts.
     pub parent: Option<(NodeId, CString)>,
     /// The generation of the mount table and the value of `changes` when views were last searched.
@@ -58,6 +89,9 @@ pub(super) struct FileNode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct View {
     pub inner: VirtiofsdInode,
+    /// The descriptor that this process opened when virtiofsd first found the file. That of a directory is the one by which virtiofsd
+    /// holds it.
+    pub fd: RawFd,
     pub mount: MountId,
     pub flags: MountFlags,
     /// The number of open files.
@@ -78,10 +112,17 @@ impl View {
 /// The result of a lookup in a directory.
 pub(super) struct LookupResult {
     pub entry: Entry,
+    pub fd: RawFd,
     pub device: (u64, bool),
     pub mount: MountId,
     pub flags: MountFlags,
     pub boundary: Boundary,
+}
+
+impl LookupResult {
+    fn view(&self) -> View {
+        View { inner: self.entry.inode, fd: self.fd, mount: self.mount, flags: self.flags, open: 0 }
+    }
 }
 
 /// The boundary between a directory and one of its entries.
@@ -134,14 +175,13 @@ impl ViewState {
 
     /// Adds the view by which a node was found, unless it is known.
     pub fn add_view(&mut self, id: NodeId, found: &LookupResult) -> Option<View> {
-        let inner = found.entry.inode;
+        let view = found.view();
         let node = self.nodes.get_mut(&id)?;
-        if let Some(known) = node.views.iter().find(|view| view.inner == inner) {
+        if let Some(known) = node.views.iter().find(|known| known.inner == view.inner) {
             return Some(*known);
         }
-        let view = View { inner, mount: found.mount, flags: found.flags, open: 0 };
         node.views.push(view);
-        self.by_inode.insert(inner, id);
+        self.by_inode.insert(view.inner, id);
         self.changes += 1;
         Some(view)
     }
@@ -154,23 +194,42 @@ impl ViewState {
             self.add_view(id, found)?;
             return Some(id);
         }
-        self.last_number += 1;
-        let id = u64::from(number) << DEVICE_SHIFT | self.last_number;
-        self.insert(
-            id,
-            found.device,
-            key,
-            View { inner: found.entry.inode, mount: found.mount, flags: found.flags, open: 0 },
-        );
+        let id = self.next_id(number);
+        self.insert(id, found.device, key, found.view());
         Some(id)
     }
 
+    /// Adds the node of a file that was created without a name and whose inode number on the node is `ino`; `None` if all device numbers
+    /// are in use.
+    pub fn add_nameless(&mut self, device: (u64, bool), ino: u64, nameless: Nameless) -> Option<NodeId> {
+        let number = self.device_number(device)?;
+        let id = self.next_id(number);
+        self.insert_node(id, device, (number, ino), None, Some(nameless));
+        Some(id)
+    }
+
+    fn next_id(&mut self, device: u16) -> NodeId {
+        self.last_number += 1;
+        u64::from(device) << DEVICE_SHIFT | self.last_number
+    }
+
     pub fn insert(&mut self, id: NodeId, device: (u64, bool), key: (u16, u64), view: View) {
-        self.devices.entry(device).or_insert(GuestDevice { number: key.0, nodes: 0 }).nodes += 1;
         self.by_inode.insert(view.inner, id);
+        self.insert_node(id, device, key, Some(view), None);
+    }
+
+    fn insert_node(
+        &mut self,
+        id: NodeId,
+        device: (u64, bool),
+        key: (u16, u64),
+        view: Option<View>,
+        nameless: Option<Nameless>,
+    ) {
+        self.devices.entry(device).or_insert(GuestDevice { number: key.0, nodes: 0 }).nodes += 1;
         self.by_key.insert(key, id);
-        self.nodes
-            .insert(id, FileNode { device, key, lookups: 0, views: vec![view], parent: None, searched_at: (0, 0) });
+        let views = view.into_iter().collect();
+        self.nodes.insert(id, FileNode { device, key, lookups: 0, views, nameless, parent: None, searched_at: (0, 0) });
     }
 
     /// Returns the number of a device: its own, or the lowest free one.
@@ -198,12 +257,20 @@ impl ViewState {
     }
 
     pub fn add_handle(&mut self, node: NodeId, inner: VirtiofsdInode, handle: u64) {
-        self.handles.insert(handle, (node, inner));
+        self.handles.insert(handle, (node, Opened::ByInode(inner)));
         self.add_open_count(node, inner, 1);
     }
 
+    /// Adds the handle of a file that had no name when it was opened.
+    pub fn add_nameless_handle(&mut self, node: NodeId, file: Arc<NamelessFile>) -> u64 {
+        self.nameless_handles += 1;
+        let handle = NAMELESS_HANDLE | self.nameless_handles;
+        self.handles.insert(handle, (node, Opened::Nameless(file)));
+        handle
+    }
+
     pub fn remove_handle(&mut self, handle: u64) {
-        if let Some((node, inner)) = self.handles.remove(&handle) {
+        if let Some((node, Opened::ByInode(inner))) = self.handles.remove(&handle) {
             self.add_open_count(node, inner, -1);
         }
     }
@@ -215,9 +282,17 @@ impl ViewState {
         }
     }
 
-    pub fn inode_of_handle(&self, node: NodeId, handle: u64) -> io::Result<VirtiofsdInode> {
+    pub fn opened(&self, node: NodeId, handle: u64) -> io::Result<Opened> {
         let opened = self.handles.get(&handle).filter(|(owner, _)| *owner == node);
-        opened.map(|(_, inner)| *inner).ok_or_else(ebadf)
+        opened.map(|(_, opened)| opened.clone()).ok_or_else(ebadf)
+    }
+
+    /// As `opened`, for directories, which always have a name.
+    pub fn inode_of_handle(&self, node: NodeId, handle: u64) -> io::Result<VirtiofsdInode> {
+        match self.opened(node, handle)? {
+            Opened::ByInode(inner) => Ok(inner),
+            Opened::Nameless(_) => Err(ebadf()),
+        }
     }
 }
 
@@ -238,12 +313,12 @@ mod tests {
         let time = Duration::ZERO;
         let attr = Attr { ino, ..Attr::default() };
         let entry = Entry { inode: inner, generation: 0, attr, attr_timeout: time, entry_timeout: time };
-        LookupResult { entry, device: (device, flags.mapped), mount, flags, boundary: Boundary::None }
+        LookupResult { entry, fd: -1, device: (device, flags.mapped), mount, flags, boundary: Boundary::None }
     }
 
     fn state() -> ViewState {
         let mut state = ViewState { last_number: ROOT_INODE, ..ViewState::default() };
-        let view = View { inner: ROOT_INODE, mount: 1, flags: PLAIN, open: 0 };
+        let view = View { inner: ROOT_INODE, fd: -1, mount: 1, flags: PLAIN, open: 0 };
         state.insert(ROOT_INODE, (7, false), (ROOT_DEVICE, 1), view);
         state
     }
@@ -282,7 +357,8 @@ mod tests {
     #[test]
     fn the_best_view_is_mounted_first_and_writable_second() {
         let table = MountTable::from_mounts(&[(2, MountFlags { writable: false, ..PLAIN }), (3, PLAIN)]);
-        let view = |mount, writable| View { inner: mount, mount, flags: MountFlags { writable, ..PLAIN }, open: 0 };
+        let view =
+            |mount, writable| View { inner: mount, fd: -1, mount, flags: MountFlags { writable, ..PLAIN }, open: 0 };
         let unmounted = view(4, true).rank(&table);
         // The present flags of a mount count, not those at the time of the lookup.
         let (read, write) = (view(2, true).rank(&table), view(3, false).rank(&table));

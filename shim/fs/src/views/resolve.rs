@@ -2,7 +2,10 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::Views;
-use super::nodes::{Boundary, LookupResult, NodeId, ROOT_DEVICE, ROOT_INODE, View, ViewState, VirtiofsdInode, ebadf};
+use super::nameless::{Creation, directory_fd};
+use super::nodes::{
+    Boundary, LookupResult, Nameless, NodeId, Opened, ROOT_DEVICE, ROOT_INODE, View, ViewState, VirtiofsdInode, ebadf,
+};
 use crate::mounts::{MountId, MountTable};
 use nacelle_base::guest_error;
 use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
@@ -10,9 +13,9 @@ use std::cmp::Reverse;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
-use virtiofsd::filesystem::{Context, Entry, FileSystem, OpenOptions};
+use virtiofsd::filesystem::{Context, Entry, Extensions, FileSystem, OpenOptions};
 use virtiofsd::fuse::ATTR_SUBMOUNT;
 use virtiofsd::passthrough::credentials::{UnixCredentials, UnixCredentialsGuard};
 use virtiofsd::soft_idmap::{HostGid, HostUid, Id};
@@ -20,8 +23,8 @@ use virtiofsd::soft_idmap::{HostGid, HostUid, Id};
 impl Views {
     /// Returns the number of the descriptor that this process opens next. virtiofsd keeps one descriptor of each new inode:
     /// the first that it opens.
-    pub(super) fn next_fd(&self) -> io::Result<String> {
-        Ok(rustix::io::dup(&self.own_fds)?.as_raw_fd().to_string())
+    pub(super) fn next_fd(&self) -> io::Result<RawFd> {
+        Ok(rustix::io::dup(&self.own_fds)?.as_raw_fd())
     }
 
     /// Determines device, mount and flags of an entry that virtiofsd found in a directory that is reached through `from`.
@@ -33,7 +36,7 @@ impl Views {
         state: &ViewState,
         parent: (View, (u64, bool)),
         entry: Entry,
-        fd: &str,
+        fd: RawFd,
     ) -> io::Result<LookupResult> {
         let (from, _) = parent;
         if let Some((node, view)) = state.find_view(entry.inode) {
@@ -41,13 +44,14 @@ impl Views {
             let (mount, flags, device) = (view.mount, view.flags, node.device);
             return Ok(LookupResult {
                 entry,
+                fd: view.fd,
                 device,
                 mount,
                 flags,
                 boundary: Boundary::between(parent, mount, device),
             });
         }
-        let known = stat_fd(&self.own_fds, fd).filter(|status| status.stx_ino == entry.attr.ino);
+        let known = stat_fd(&self.own_fds, &fd.to_string()).filter(|status| status.stx_ino == entry.attr.ino);
         let found = known.and_then(|status| {
             let mount = status.stx_mnt_id;
             let flags = if mount == from.mount { Some(from.flags) } else { self.mounts.table().flags(mount) }?;
@@ -59,7 +63,7 @@ impl Views {
             guest_error!("BUG: the mount of a file that the guest has looked up is unknown");
             return Err(io::Error::from_raw_os_error(libc::EIO));
         };
-        Ok(LookupResult { entry, device, mount, flags, boundary: Boundary::between(parent, mount, device) })
+        Ok(LookupResult { entry, fd, device, mount, flags, boundary: Boundary::between(parent, mount, device) })
     }
 
     /// Looks a name up through one view of a directory.
@@ -74,7 +78,7 @@ impl Views {
         let device = state.nodes.get(&parent).ok_or_else(ebadf)?.device;
         let fd = self.next_fd()?;
         let entry = self.inner.lookup(ctx, from.inner, name)?;
-        self.identify(ctx, state, (from, device), entry, &fd)
+        self.identify(ctx, state, (from, device), entry, fd)
     }
 
     /// Returns the view of a node through a mount, if it has one or one is found through the directories above it.
@@ -158,16 +162,19 @@ impl Views {
         Ok(self.best_view(ctx, &mut self.state(), &self.mounts.table(), node)?.inner)
     }
 
-    /// As `inode_for`; if the request names an open file, returns the inode of that file.
-    pub(super) fn inode_for_handle(
-        &self,
-        ctx: Context,
-        node: NodeId,
-        handle: Option<u64>,
-    ) -> io::Result<VirtiofsdInode> {
-        match handle {
-            Some(handle) => self.state().inode_of_handle(node, handle),
-            None => self.inode_for(ctx, node),
+    /// Returns what has a file open.
+    pub(super) fn opened(&self, node: NodeId, handle: u64) -> io::Result<Opened> {
+        self.state().opened(node, handle)
+    }
+
+    /// Returns by what a request about a node is answered: the open file that it names, or the node's.
+    pub(super) fn opened_or_best(&self, ctx: Context, node: NodeId, handle: Option<u64>) -> io::Result<Opened> {
+        if let Some(handle) = handle {
+            return self.opened(node, handle);
+        }
+        match self.nameless(node) {
+            Some(nameless) => Ok(Opened::Nameless(nameless.file)),
+            None => Ok(Opened::ByInode(self.inode_for(ctx, node)?)),
         }
     }
 
@@ -227,7 +234,7 @@ impl Views {
         parent: (NodeId, View),
         name: &CStr,
         created: Entry,
-        fd: &str,
+        fd: RawFd,
     ) -> io::Result<(Entry, VirtiofsdInode)> {
         let (parent, from) = parent;
         let mut state = self.state();
@@ -239,6 +246,68 @@ impl Views {
             self.forget_unreferenced(ctx, &state, inner);
         }
         Ok((entry?, inner))
+    }
+
+    /// Returns a node's file if it has no name.
+    pub(super) fn nameless(&self, node: NodeId) -> Option<Nameless> {
+        self.state().nodes.get(&node)?.nameless.clone()
+    }
+
+    /// Creates a file without a name, which the guest has open, in a directory.
+    pub(super) fn create_nameless(
+        &self,
+        ctx: Context,
+        parent: NodeId,
+        flags: u32,
+        mode: u32,
+        umask: u32,
+        extensions: Extensions,
+    ) -> io::Result<(Entry, u64)> {
+        let mut state = self.state();
+        let view = self.best_view(ctx, &mut state, &self.mounts.table(), parent)?;
+        let directory = state.nodes.get(&parent).ok_or_else(ebadf)?;
+        let fd = directory_fd(&self.own_fds, view, directory.key.1)?;
+        let groups = state.sends_groups.then_some(extensions.sup_gids);
+        let file = self.descriptors.create(&self.own_fds, &fd, ctx, Creation { flags, mode, umask, groups })?;
+        let (attr, device, mount) = file.status()?;
+        let nameless = Nameless { file: file.clone(), mount, directory: parent };
+        let inode = state.add_nameless((device, view.flags.mapped), attr.ino, nameless);
+        let inode = inode.ok_or_else(|| io::Error::from_raw_os_error(libc::ENFILE))?;
+        if let Some(node) = state.nodes.get_mut(&inode) {
+            node.lookups = 1;
+        }
+        let handle = state.add_nameless_handle(inode, file);
+        let (attr_timeout, entry_timeout) = (self.cache, self.cache);
+        Ok((Entry { inode, generation: 0, attr, attr_timeout, entry_timeout }, handle))
+    }
+
+    /// Gives a file a name that had none. From then on virtiofsd answers requests about it, except by the handles that are open.
+    pub(super) fn link_nameless(
+        &self,
+        ctx: Context,
+        node: NodeId,
+        nameless: &Nameless,
+        parent: NodeId,
+        name: &CStr,
+    ) -> io::Result<Entry> {
+        let mut state = self.state();
+        let table = self.mounts.table();
+        // The node links within a mount only.
+        let view = self.find_view_on_mount(ctx, &mut state, &table, parent, nameless.mount);
+        let view = view.ok_or_else(|| io::Error::from_raw_os_error(libc::EXDEV))?;
+        let directory = state.nodes.get(&parent).ok_or_else(ebadf)?;
+        let fd = directory_fd(&self.own_fds, view, directory.key.1)?;
+        let guard = impersonate_caller(ctx, view)?;
+        nameless.file.link(&self.own_fds, &fd, name)?;
+        drop(guard);
+        let found = self.lookup_through(ctx, &state, parent, view, name)?;
+        let entry = self.add_entry(&mut state, parent, name, &found);
+        match (&entry, state.nodes.get_mut(&node)) {
+            (Ok(entry), Some(linked)) if entry.inode == node => linked.nameless = None,
+            (Ok(_), _) => {}
+            (Err(_), _) => self.forget_unreferenced(ctx, &state, found.entry.inode),
+        }
+        entry
     }
 
     /// Updates the parent of a file after a rename.

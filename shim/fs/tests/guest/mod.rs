@@ -28,7 +28,7 @@ use vm_memory::{Bytes, GuestAddress};
 const LOOKUP: u32 = 1;
 pub const FORGET: u32 = 2;
 pub const GETATTR: u32 = 3;
-const SETATTR: u32 = 4;
+pub const SETATTR: u32 = 4;
 const MKNOD: u32 = 8;
 pub const UNLINK: u32 = 10;
 pub const RENAME: u32 = 12;
@@ -37,7 +37,8 @@ pub const READ: u32 = 15;
 pub const WRITE: u32 = 16;
 pub const RELEASE: u32 = 18;
 pub const INIT: u32 = 26;
-const CREATE: u32 = 35;
+pub const CREATE: u32 = 35;
+pub const TMPFILE: u32 = 51;
 /// The share's root.
 pub const ROOT: u64 = 1;
 /// A file-server process, the directory of its root, and the guest's side of its requests.

@@ -1,15 +1,19 @@
 //! Tests that two containers share one directory: `hold DIR` in one container waits for what `meet DIR` does in another. Each
 //! step works only if one kernel has a single inode for both: a UNIX socket, a FIFO, locks of both kinds, a shared mapping,
-//! inotify. With `ro` the process that meets cannot write. Prints a line for each step; fails after five minutes.
+//! inotify. With `ro` the process that meets cannot write. `nameless DIR` needs no other: it works with a file without a name
+//! (O_TMPFILE) and names it at last. Prints a line for each step; fails after five minutes.
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::sys::stat::Mode;
 use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
+use rustix::fs::{AtFlags, CWD};
 use std::error::Error;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
@@ -34,7 +38,8 @@ fn main() -> ProbeResult {
     match arguments.as_slice() {
         [word, dir, ..] if word == "hold" => hold(Path::new(dir), read_only),
         [word, dir, ..] if word == "meet" => meet(Path::new(dir), read_only),
-        _ => Err("usage: nacelle-volume-probe hold|meet DIR [ro]".into()),
+        [word, dir] if word == "nameless" => name_a_file(Path::new(dir)),
+        _ => Err("usage: nacelle-volume-probe hold|meet DIR [ro], or nameless DIR".into()),
     }
 }
 
@@ -119,5 +124,48 @@ fn meet(dir: &Path, read_only: bool) -> ProbeResult {
     }
     UnixStream::connect(dir.join("sock"))?;
     println!("done");
+    Ok(())
+}
+
+/// Creates a file without a name, uses it, and gives it the name `named`.
+fn name_a_file(dir: &Path) -> ProbeResult {
+    let create =
+        |flags: i32| File::options().read(true).write(true).custom_flags(libc::O_TMPFILE | flags).mode(0o666).open(dir);
+    let link = |file: &File, name: &str| {
+        let from = format!("/proc/self/fd/{}", file.as_raw_fd());
+        rustix::fs::linkat(CWD, from, CWD, dir.join(name), AtFlags::SYMLINK_FOLLOW)
+    };
+    let names = |step: &str| -> ProbeResult {
+        let count =
+            fs::read_dir(dir)?.filter(|entry| entry.as_ref().is_ok_and(|entry| entry.file_name() == "named")).count();
+        println!("{step}: {count} names");
+        Ok(())
+    };
+    let _ = fs::remove_file(dir.join("named")); // of an earlier one
+    let mut file = create(0)?;
+    file.write_all(b"without a name")?;
+    file.sync_all()?;
+    let status = file.metadata()?;
+    println!("created: {} links, {} bytes", status.nlink(), status.len());
+    names("before")?;
+    let again = fs::read_to_string(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    println!("opened again: {again}");
+    file.set_len(4096)?;
+    file.set_permissions(fs::Permissions::from_mode(0o640))?;
+    let mapped = map(file.try_clone()?, true)?;
+    mapped.as_volatile_slice().write_slice(b"mapped!", 0)?;
+    link(&file, "named")?;
+    names("linked")?;
+    let named = File::options().read(true).write(true).open(dir.join("named"))?;
+    let (ours, theirs) = (file.metadata()?, named.metadata()?);
+    println!("one inode: {}, {} links, mode {:o}", ours.ino() == theirs.ino(), ours.nlink(), theirs.mode() & 0o7777);
+    file.write_all_at(b"later", 100)?;
+    let mut text = [0; 105];
+    named.read_exact_at(&mut text, 0)?;
+    println!("through its name: {} {}", String::from_utf8_lossy(&text[..14]), String::from_utf8_lossy(&text[100..]));
+    let exclusive = create(libc::O_EXCL)?;
+    println!("exclusive: {:?}", link(&exclusive, "other").err());
+    drop((file, named, mapped, exclusive));
+    println!("closed: {} bytes", fs::metadata(dir.join("named"))?.len());
     Ok(())
 }
