@@ -9,6 +9,7 @@ use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 fn skip() -> bool {
     let skipped = engine() != "kvm";
@@ -112,6 +113,69 @@ fn pods_start_from_a_template_and_are_independent() {
     node.kill();
     node.start();
     assert_eq!(only(directories(&node)), template);
+}
+
+/// What `nacelle-tcp-probe` prints of a connection.
+struct Secrets {
+    /// In units of 64 ns.
+    isn: u32,
+    cookie: u32,
+    port: u32,
+}
+
+fn secrets(container: &RunningContainer<'_>) -> Vec<Secrets> {
+    let output = container.exec("/bin/probe").ok();
+    let line = |line: &str| {
+        let numbers: Vec<u32> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let [isn, cookie, port] = numbers[..] else { panic!("{output}") };
+        Secrets { isn, cookie, port }
+    };
+    let lines: Vec<_> = output.lines().map(line).collect();
+    assert_eq!(lines.len(), 4, "{output}");
+    lines
+}
+
+/// Sequence numbers, SYN cookies and ports of two clones follow from secrets of their own: for the same addresses and ports, at the same
+/// time, they are unrelated. In one VM they are related, which shows that the comparison would notice it.
+#[test]
+fn secrets_of_tcp_are_unrelated_in_two_clones() {
+    if skip() {
+        return;
+    }
+    let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    let probe = env!("CARGO_BIN_EXE_nacelle-tcp-probe");
+    let image = TestImage::busybox().with_layer(|layer| layer.add_program(Path::new(probe), "bin/probe"));
+    let image = node.push_and_pull(&image, "probe:1");
+    let cookies = json!({"sysctls": {"net.ipv4.tcp_syncookies": "2"}});
+    let pods = ["one", "two"].map(|name| node.crictl.run_pod(pod(&node, name).set("linux", cookies.clone())));
+    assert!(pods.iter().all(is_clone));
+    let raw = json!({"security_context": {"capabilities": {"add_capabilities": ["NET_RAW"]}}});
+    let containers: Vec<_> = pods
+        .iter()
+        .map(|pod| pod.start(ContainerRequest::sh("probe", &image, "sleep 3600").set("linux", raw.clone())))
+        .collect();
+    // Within a second of each other, and in all four connections.
+    let same_isn = |one: &[Secrets], other: &[Secrets]| {
+        let near = |(one, other): (&Secrets, &Secrets)| one.isn.wrapping_sub(other.isn).cast_signed().abs() < 1 << 24;
+        one.iter().zip(other).all(near)
+    };
+    let equal = |one: &[Secrets], other: &[Secrets], of: fn(&Secrets) -> u32| {
+        one.iter().map(of).zip(other.iter().map(of)).filter(|(one, other)| one == other).count()
+    };
+    // A cookie has the minute in which it was made, so the next attempt is in the same one as the one before.
+    let again = || {
+        let [first, second] = [(); 2].map(|()| secrets(&containers[0]));
+        let same = equal(&first, &second, |secrets| secrets.cookie) == 4;
+        same.then_some((first, second))
+    };
+    let (first, second) = eventually("two probes in one minute", again);
+    assert!(same_isn(&first, &second), "the clock of one VM explains the difference");
+    let other = secrets(&containers[1]);
+    for ours in [&first, &second] {
+        assert!(!same_isn(ours, &other), "sequence numbers");
+        assert_eq!(equal(ours, &other, |secrets| secrets.cookie), 0, "cookies");
+        assert!(equal(ours, &other, |secrets| secrets.port) < 4, "ports");
+    }
 }
 
 #[test]
@@ -313,6 +377,36 @@ fn a_builder_ends_with_its_daemon() {
     assert!(node.templates(&["ls"]).ok().contains("failed: "));
     assert_eq!(fs::read_dir(node.directory().join("run/templates")).unwrap().count(), 0);
     node.templates(&["build"]).ok();
+    assert!(is_clone(&node.crictl.run_pod(pod(&node, "clone"))));
+}
+
+/// The process of a clone is killed at any time of its start: the pod fails, or runs and is then not ready, and nothing is left of it.
+#[test]
+fn a_clone_whose_process_is_killed_leaves_nothing() {
+    if skip() {
+        return;
+    }
+    let node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
+    let template = only(directories(&node));
+    let mut failed = 0;
+    for round in 0..8u64 {
+        let name = format!("killed-{round}");
+        let request = node.crictl.write_input(&name, &pod(&node, &name).0);
+        let started = std::thread::scope(|scope| {
+            let started = scope.spawn(|| node.crictl.try_call(["runp", &request]));
+            let pid = eventually("its process", || node.pids_matching("nacelle-pod --dir").first().copied());
+            std::thread::sleep(Duration::from_millis(40 * round));
+            // It may have ended by itself.
+            run_program("kill", ["-9", &pid.to_string()]);
+            started.join().unwrap()
+        });
+        failed += usize::from(started.code != 0);
+        node.crictl.call(["rmp", "--all", "--force"]);
+        assert_eq!(node.leaked(), Vec::<String>::new(), "{round}: {started:?}");
+    }
+    assert!(failed > 0, "none was killed before it was ready");
+    // The template is not to blame.
+    assert_eq!(only(directories(&node)), template);
     assert!(is_clone(&node.crictl.run_pod(pod(&node, "clone"))));
 }
 

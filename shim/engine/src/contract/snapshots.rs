@@ -1,6 +1,6 @@
 //! Defines the contract tests of saving and restoring VMs, for engines that support it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::path::Path;
 use std::thread;
@@ -170,6 +170,38 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
     let more_memory = TestVm::restore_with(tested, &dir, Vec::new(), |spec| spec.hotplug_mib = 128);
     let error = more_memory.err().expect("no template is restored as one");
     assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
+}
+
+/// So many clones of a template follow each other; `NACELLE_CLONES` has another number.
+const CLONES_IN_SEQUENCE: usize = 30;
+
+/// Clones of a template follow each other, of which a tenth are alive at a time, and each answers until its end. Nothing is left of them.
+pub fn clones_of_a_template_follow_each_other(tested: &dyn TestedEngine) {
+    if tested.engine().as_restorer().is_none() {
+        return println!("skipped: this engine saves nothing");
+    }
+    let count = std::env::var("NACELLE_CLONES").map_or(CLONES_IN_SEQUENCE, |text| text.parse().expect("a number"));
+    let files = tempfile::tempdir().expect("a directory for the template");
+    let dir = files.path().join("template");
+    let template = TestVm::start_template(tested, |_| ());
+    template.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+    template.save(&dir).expect("to save");
+    drop(template);
+    TestVm::record_working_set(tested, &dir, |_| ());
+    let before = ProcessResources::count().expect("to count");
+    let mut alive = VecDeque::new();
+    for number in 0..count {
+        let clone = TestVm::restore(tested, &dir, Vec::new(), 1).unwrap_or_else(|error| panic!("{number}: {error}"));
+        clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+        assert_eq!(clone.query("cpus"), "1", "{number}");
+        alive.push_back(clone);
+        if alive.len() > count / 10 {
+            let oldest = alive.pop_front().expect("there is one");
+            assert_eq!(oldest.query("cpus"), "1", "{number}");
+        }
+    }
+    drop(alive);
+    before.wait_until_restored();
 }
 
 /// A directory without a snapshot, and a VM of another shape, are rejected without a leak; a VM of the same shape can be

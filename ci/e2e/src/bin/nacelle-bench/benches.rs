@@ -6,6 +6,7 @@ use crate::cri::{BenchPod, RuntimeClient};
 use crate::{guests, microvm};
 use nacelle_e2e::node::{NodeOptions, handler_config};
 use nacelle_e2e::{TestImage, TestNode};
+use std::cell::RefCell;
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,11 @@ pub const ALL: &[(&str, &str, BenchFunction)] = &[
         measure_ready_tuned,
     ),
     ("first-byte", "CreateContainer until the first byte in the log, against containerd and runc", measure_first_byte),
+    (
+        "pod",
+        "RunPodSandbox, CreateContainer and StartContainer until the first byte in the log, against containerd and runc",
+        measure_pod,
+    ),
     ("exec", "ExecSync of /bin/true, against containerd and runc", measure_exec),
     ("pull", "PullImage of 200 MB from a local registry, against containerd", measure_pull),
     ("pod-memory", "private memory of the pod process beside the guest's, against its budget", measure_pod_memory),
@@ -134,6 +140,26 @@ fn compare_with_containerd(measure: impl Fn(&mut RuntimeClient, &BenchPod, &str)
 
 fn measure_first_byte(runs: usize) -> BenchResult {
     compare_with_containerd(|cri, pod, image| cri.start(pod, image, &["/bin/echo", "first"]).1, runs)
+}
+
+/// Measures pods from nothing. The details are the VM exits of each of our pods, where debugfs counts them: each stands for work of the
+/// processor that a count of instructions does not have.
+fn measure_pod(runs: usize) -> BenchResult {
+    let exits = || fs::read_to_string("/sys/kernel/debug/kvm/exits").ok()?.trim().parse::<u64>().ok();
+    let counted = RefCell::new(Vec::new());
+    let one = |cri: &mut RuntimeClient, _: &BenchPod, image: &str| {
+        let before = exits();
+        let (pod, ready) = cri.run_pod();
+        let (_, first) = cri.start(&pod, image, &["/bin/echo", "first"]);
+        counted.borrow_mut().push(exits().zip(before).map(|(after, before)| after - before));
+        cri.remove_pod(&pod);
+        ready + first
+    };
+    let mut measured = compare_with_containerd(one, runs);
+    // Ours and containerd's alternate, and the first of each is not measured.
+    let ours: Vec<_> = counted.into_inner().into_iter().step_by(2).skip(1).collect();
+    measured.details = serde_json::json!([{"exits": ours}]);
+    measured
 }
 
 fn measure_exec(runs: usize) -> BenchResult {
