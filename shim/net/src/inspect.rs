@@ -22,8 +22,9 @@ const MIN_MTU: (u32, u32) = (68, 1280);
 const MAX_ENTRIES: usize = 1024;
 /// The routing table of a host's own addresses (RT_TABLE_LOCAL).
 const LOCAL_TABLE: u32 = 255;
-/// The transmit queue length that every guest's card has, in packets.
-const QUEUE_LENGTH: u32 = 1000;
+/// The transmit queue lengths, in packets, that are no setting: that of every guest's card, which is the kernel's default, and that which the
+/// netlink library of the plugins sends for a veth pair when no length is given.
+const USUAL_QUEUE_LENGTHS: [u32; 2] = [0, 1000];
 /// The largest segment that a guest's card sends or receives as one, in bytes.
 const SEGMENT: u32 = 65536;
 
@@ -117,7 +118,7 @@ fn unsupported_settings(link: &Link, addresses: &[Address]) -> Vec<String> {
     let name = &link.name;
     let of_link = addresses.iter().filter(|address| address.index == link.index && !address.global);
     let mut all: Vec<String> = of_link.map(|address| format!("address {} of link scope", address.net)).collect();
-    if let Some(length) = link.queue_length.filter(|length| *length != QUEUE_LENGTH) {
+    if let Some(length) = link.queue_length.filter(|length| !USUAL_QUEUE_LENGTHS.contains(length)) {
         all.push(format!("transmit queue of {length} packets of {name}"));
     }
     for (what, size) in [("gso_max_size", link.gso_max_size), ("gro_max_size", link.gro_max_size)] {
@@ -336,5 +337,25 @@ fn ip(address: &RouteAddress) -> Option<IpAddr> {
         RouteAddress::Inet(v4) => Some((*v4).into()),
         RouteAddress::Inet6(v6) => Some((*v6).into()),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transmit_queue_that_a_plugin_has_not_configured_is_no_setting() {
+        let settings = |queue_length| {
+            // No such interface: it has no sysctls.
+            let name = "nacelle-none".to_owned();
+            let link =
+                Link { name, index: 7, mac: None, mtu: 1500, queue_length, gso_max_size: None, gro_max_size: None };
+            unsupported_settings(&link, &[])
+        };
+        for usual in [None, Some(0), Some(1000)] {
+            assert_eq!(settings(usual), Vec::<String>::new(), "{usual:?}");
+        }
+        assert_eq!(settings(Some(500)), ["transmit queue of 500 packets of nacelle-none"]);
     }
 }
