@@ -129,12 +129,12 @@ need_go() {
 }
 
 # go_program FILE DIRECTORY PACKAGE [LINKER-OPTION]: builds a program of the Go module in a directory of this repository, once.
-# `go_module` names another file than go.mod.
+# `go_module` names another file than go.mod; with cgo=1 the program may have parts in C.
 go_program() {
     local file=$1 directory=$2 package=$3
     [ ! -x "$file" ] || return 0
     need_go
-    (cd "$directory" && GOTOOLCHAIN=auto GOFLAGS="-mod=readonly -modfile=${go_module:-go.mod}" CGO_ENABLED=0 \
+    (cd "$directory" && GOTOOLCHAIN=auto GOFLAGS="-mod=readonly -modfile=${go_module:-go.mod}" CGO_ENABLED=${cgo:-0} \
         long "building $(basename "$file")" go build -trimpath -o "$file.$$" -ldflags "-s -w ${4:-}" "$package") ||
         die "cannot build $(basename "$file")"
     mv "$file.$$" "$file"
