@@ -22,6 +22,8 @@ const INTERFACE: &str = "node0";
 pub struct Kubelet {
     netns: Netns,
     directory: PathBuf,
+    /// The configuration of all cases but those that change it for themselves.
+    configuration: Value,
     process: Option<Child>,
     kubeconfig: Option<PathBuf>,
 }
@@ -31,8 +33,7 @@ impl Kubelet {
     pub fn start(node: &TestNode) -> Self {
         let directory = node.directory().join("kubelet");
         fs::create_dir_all(directory.join("manifests")).expect("the node's directory is writable");
-        let config = kubelet_configuration(&directory, &node.directory().join("nacelle.sock"));
-        fs::write(directory.join("config.yaml"), config.to_string()).expect("the node's directory is writable");
+        let configuration = kubelet_configuration(&directory, &node.directory().join("nacelle.sock"));
         for arguments in [
             &["link", "add", INTERFACE, "type", "bridge"][..],
             &["addr", "add", &format!("{ADDRESS}/24"), "dev", INTERFACE],
@@ -48,8 +49,8 @@ impl Kubelet {
         for controller in ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"] {
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", format!("+{controller}"));
         }
-        let mut kubelet = Self { netns: node.netns.clone(), directory, process: None, kubeconfig: None };
-        kubelet.start_process();
+        let mut kubelet = Self { netns: node.netns.clone(), directory, configuration, process: None, kubeconfig: None };
+        kubelet.restart_with(&[]);
         kubelet
     }
 
@@ -77,6 +78,17 @@ impl Kubelet {
         });
     }
 
+    /// Restarts kubelet with these fields in its configuration, in place of those of the same names.
+    pub fn restart_with(&mut self, changes: &[(&str, Value)]) {
+        let mut configuration = self.configuration.clone();
+        for (name, value) in changes {
+            configuration[*name] = value.clone();
+        }
+        self.kill();
+        fs::write(self.directory.join("config.yaml"), configuration.to_string()).expect("the directory is writable");
+        self.start_process();
+    }
+
     /// Restarts kubelet with the API server of this kubeconfig.
     pub fn join_cluster(&mut self, kubeconfig: PathBuf) {
         self.kubeconfig = Some(kubeconfig);
@@ -95,6 +107,13 @@ impl Kubelet {
     /// Returns kubelet's PID. nsenter has become kubelet by exec.
     pub fn pid(&self) -> u32 {
         self.process.as_ref().map_or(0, Child::id)
+    }
+
+    /// Returns the control groups that kubelet has for the pod with this UID: one in v2, or one in each hierarchy of v1.
+    pub fn pod_cgroups(&self, uid: &str) -> Vec<PathBuf> {
+        let parents = cgroup_paths(&self.directory).into_iter().map(|group| group.join("kubepods"));
+        let of_classes = parents.flat_map(|pods| [pods.clone(), pods.join("burstable"), pods.join("besteffort")]);
+        of_classes.map(|group| group.join(format!("pod{uid}"))).filter(|group| group.is_dir()).collect()
     }
 
     /// Returns the directory of the manifests.

@@ -1,7 +1,7 @@
 //! Runs a real kubelet against Nacelle: it runs the cases and counts the results. `ci/kubelet` starts it, in namespaces of its
 //! own.
 //!
-//! Cases that share the node run concurrently; those that kill daemons run exclusively, one after the other.
+//! Cases that share the node run concurrently; those that kill or reconfigure daemons run exclusively, one after the other.
 
 mod cases;
 mod cluster;
@@ -52,24 +52,23 @@ fn main() -> ExitCode {
     let shared: Vec<SharedCase> = cases::SHARED.iter().copied().filter(|(name, _)| named(name)).collect();
     let exclusive: Vec<ExclusiveCase> = cases::EXCLUSIVE.iter().copied().filter(|(name, _)| named(name)).collect();
     let cluster: Vec<SharedCase> = cases::CLUSTER.iter().copied().filter(|(name, _)| named(name)).collect();
-    if shared.is_empty() && exclusive.is_empty() && cluster.is_empty() {
+    let cluster_exclusive: Vec<ExclusiveCase> =
+        cases::CLUSTER_EXCLUSIVE.iter().copied().filter(|(name, _)| named(name)).collect();
+    if shared.is_empty() && exclusive.is_empty() && cluster.is_empty() && cluster_exclusive.is_empty() {
         eprintln!("no case of that name; there are:");
-        let (shared, cluster) = (cases::SHARED.iter(), cases::CLUSTER.iter());
-        let all = shared.chain(cluster).map(|case| case.0).chain(cases::EXCLUSIVE.iter().map(|case| case.0));
+        let shared = cases::SHARED.iter().chain(cases::CLUSTER).map(|case| case.0);
+        let all = shared.chain(cases::EXCLUSIVE.iter().chain(cases::CLUSTER_EXCLUSIVE).map(|case| case.0));
         all.for_each(|name| eprintln!("  {name}"));
         return ExitCode::from(2);
     }
     let mut fixture = KubeletFixture::new();
     let mut tally = Tally::default();
     run_concurrently(&fixture, shared, &mut tally);
-    for (name, case) in exclusive {
-        let started = Instant::now();
-        let result = catch_unwind(AssertUnwindSafe(|| case(&mut fixture)));
-        tally.add(name, started.elapsed().as_secs_f32(), result);
-    }
-    if !cluster.is_empty() {
+    run_exclusively(&mut fixture, exclusive, &mut tally);
+    if !cluster.is_empty() || !cluster_exclusive.is_empty() {
         fixture.join_cluster();
         run_concurrently(&fixture, cluster, &mut tally);
+        run_exclusively(&mut fixture, cluster_exclusive, &mut tally);
     }
     // The final check for leaks is no success if no case passed.
     let passed = tally.passed;
@@ -84,6 +83,15 @@ fn main() -> ExitCode {
     }
     println!("kubelet {engine}: {} passed, {} failed, {} skipped", tally.passed, tally.failed.len(), tally.skipped);
     if tally.failed.is_empty() && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs cases one after the other.
+fn run_exclusively(fixture: &mut KubeletFixture, cases: Vec<ExclusiveCase>, tally: &mut Tally) {
+    for (name, case) in cases {
+        let started = Instant::now();
+        let result = catch_unwind(AssertUnwindSafe(|| case(fixture)));
+        tally.add(name, started.elapsed().as_secs_f32(), result);
+    }
 }
 
 /// Runs cases on a few threads, each named after its case, so that a panic message contains the name.

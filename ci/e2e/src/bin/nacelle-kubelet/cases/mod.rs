@@ -3,6 +3,7 @@
 mod admission;
 mod cluster;
 mod csi;
+mod eviction;
 mod machines;
 mod observability;
 mod pod_features;
@@ -77,3 +78,7 @@ pub const EXCLUSIVE: &[ExclusiveCase] = &[
     ("both killed", restarts::both_killed),
     ("a pod removed while both daemons are dead", restarts::a_pod_removed_while_both_daemons_are_dead),
 ];
+
+/// The cases that need an API server and the node exclusively, after all others.
+pub const CLUSTER_EXCLUSIVE: &[ExclusiveCase] =
+    &[("eviction under memory pressure", eviction::eviction_under_memory_pressure)];
