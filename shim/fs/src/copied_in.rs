@@ -22,6 +22,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
+use virtiofsd::passthrough::credentials::UnixCredentials;
+use virtiofsd::soft_idmap::{HostGid, HostUid};
 
 /// The maximum number of open volumes, more than any pod has.
 const MAX_VOLUMES: usize = 4096;
@@ -57,8 +59,13 @@ pub(crate) struct CopiedInServer {
 }
 
 impl CopiedInServer {
-    /// Serves requests on this stream; volumes are mounted below the directory `root`. `own_fds` is this process's `/proc/self/fd`.
-    pub fn new(stream: UnixStream, root: OwnedFd, own_fds: OwnedFd) -> io::Result<CopiedInServer> {
+    /// Serves requests on this stream; volumes are mounted below the directory `root`. `own_fds` is this process's `/proc/self/fd`. The
+    /// inotify instance and its watches are charged to `user`.
+    pub fn new(stream: UnixStream, root: OwnedFd, own_fds: OwnedFd, user: Option<u32>) -> io::Result<CopiedInServer> {
+        let charged = |user| {
+            UnixCredentials::new(HostUid::from(user), HostGid::from(0)).supplementary_gid(true, Vec::new()).set()
+        };
+        let _charged = user.map(charged).transpose()?;
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         Ok(CopiedInServer { stream, root, own_fds, inotify, volumes: BTreeMap::new() })
     }

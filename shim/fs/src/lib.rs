@@ -21,5 +21,5 @@ mod volume_reader;
 mod volumes;
 
 pub use error::ShareError;
-pub use process::{FileServerChannels, FileServerProcess, ShareLayout, start_file_server};
+pub use process::{FileServerChannels, FileServerConfig, FileServerProcess, ShareLayout, start_file_server};
 pub use volumes::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes};

@@ -76,6 +76,22 @@ impl ShareLayout {
     }
 }
 
+/// The parameters of a file-server process.
+#[derive(Clone, Copy, Debug)]
+pub struct FileServerConfig {
+    /// The reaction to a forbidden system call.
+    pub seccomp: Mode,
+    /// How long the guest may cache names and attributes.
+    pub cache: Duration,
+    /// How the volumes are divided.
+    pub layout: ShareLayout,
+    /// Whether it connects to sockets of volumes.
+    pub sockets: SocketUse,
+    /// The pod's user, to whom the kernel charges its inotify instance: each user of a node has 128 by default. `None` is root, who
+    /// shares them with all other programs of the node.
+    pub user: Option<u32>,
+}
+
 /// The channels to the file-server process.
 #[derive(Debug)]
 pub struct FileServerChannels {
@@ -109,19 +125,12 @@ impl FileServerProcess {
 }
 
 /// Starts the file-server process. It builds its root over the directory `scaffold`, in its own mount namespace. The caller
-/// must have one thread only, and no open descriptors that the process must not inherit. `cache` is how long the guest may
-/// cache names and attributes. `sockets` is whether it connects to sockets of volumes.
-pub fn start_file_server(
-    scaffold: &Path,
-    seccomp: Mode,
-    cache: Duration,
-    layout: ShareLayout,
-    sockets: SocketUse,
-) -> Result<FileServerProcess, ShareError> {
+/// must have one thread only, and no open descriptors that the process must not inherit.
+pub fn start_file_server(scaffold: &Path, config: FileServerConfig) -> Result<FileServerProcess, ShareError> {
     let failed = |source| ShareError::Step { what: "start the file-server process", source };
     let pair = || UnixStream::pair().map_err(failed);
     let (mut file_requests, mut child_file_requests) = (Vec::new(), Vec::new());
-    for _ in 0..layout.share_count() {
+    for _ in 0..config.layout.share_count() {
         let ((first, child_first), (second, child_second)) = (pair()?, pair()?);
         file_requests.push([first, second]);
         child_file_requests.push([child_first, child_second]);
@@ -136,10 +145,7 @@ pub fn start_file_server(
             match run(
                 parent,
                 scaffold,
-                seccomp,
-                cache,
-                layout,
-                sockets,
+                config,
                 FileServerChannels { file_requests: child_file_requests, copied_in: child_copied_in },
             ) {
                 Ok(()) => sys::exit(0),
@@ -153,15 +159,8 @@ pub fn start_file_server(
 }
 
 /// Runs the file-server process to its end.
-fn run(
-    parent: Pid,
-    scaffold: &Path,
-    seccomp: Mode,
-    cache: Duration,
-    layout: ShareLayout,
-    sockets: SocketUse,
-    channels: FileServerChannels,
-) -> Result<(), ShareError> {
+fn run(parent: Pid, scaffold: &Path, config: FileServerConfig, channels: FileServerChannels) -> Result<(), ShareError> {
+    let FileServerConfig { seccomp, cache, layout, sockets, user } = config;
     let FileServerChannels { file_requests, copied_in } = channels;
     let step = |what| move |errno: Errno| ShareError::Step { what, source: errno.into() };
     let set_up = "bind the file-server process to the pod process";
@@ -188,6 +187,7 @@ fn run(
     nacelle_jail::confine(seccomp, CAPABILITIES, sockets)?;
     let (max_files, _) =
         getrlimit(Resource::RLIMIT_NOFILE).map_err(step("read the file-server process's limit of open files"))?;
+    let watch = |source| ShareError::Step { what: "create the inotify instance of the file-server process", source };
     let serve = |source| ShareError::Step { what: "serve the requests to the file-server process", source };
     let max_files = max_files / u64::try_from(layout.share_count()).unwrap_or(u64::MAX);
     let factory = ServerFactory { own_fds: File::from(fds), max_files, cache, mounts: Arc::new(mounts) };
@@ -200,7 +200,7 @@ fn run(
         shares.push(ServedShare { server, channels: streams.map(|stream| QueueChannel { stream, virtqueue: None }) });
     }
     let own_fds = factory.own_fds.try_clone().map_err(serve)?.into();
-    let mut copied_in = CopiedInServer::new(copied_in, copied_in_root, own_fds).map_err(serve)?;
+    let mut copied_in = CopiedInServer::new(copied_in, copied_in_root, own_fds, user).map_err(watch)?;
     let first = shares.first_mut().and_then(|share| share.channels.first_mut());
     first.map_or(Ok(()), |first| first.stream.write_all(&[READY])).map_err(serve)?;
     match serve_requests(&mut shares, &mut copied_in, &factory) {

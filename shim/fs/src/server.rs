@@ -70,7 +70,8 @@ const DEVICE_SUBMOUNTS: u64 = 1 << 62;
 const FUSE_OPEN: [u8; 4] = 14u32.to_le_bytes();
 const FUSE_CREATE: [u8; 4] = 35u32.to_le_bytes();
 const OPEN_FLAGS: std::ops::Range<usize> = 40..44;
-/// `FUSE_TMPFILE`: a request as `FUSE_CREATE`, whose flags contain O_TMPFILE and whose name means nothing.
+/// `FUSE_TMPFILE`: a request as `FUSE_CREATE`, whose name means nothing. Its flags contain O_TMPFILE only if a program sent it: an overlay
+/// of the guest's kernel leaves that out.
 const FUSE_TMPFILE: [u8; 4] = 51u32.to_le_bytes();
 /// The length of `struct fuse_entry_out`, which precedes `struct fuse_open_out` in a reply to `FUSE_CREATE`; of the latter
 /// the length, the offset of the flags, and `FOPEN_NOFLUSH`.
@@ -237,9 +238,6 @@ impl Server {
         let error = if !has_possible_position(head) {
             tracing::debug!("the guest sent an invalid file request: no file has this position");
             libc::EINVAL
-        } else if is_opcode(head, FUSE_TMPFILE) && !asks_for_no_name(head) {
-            tracing::debug!("the guest sent an invalid file request: FUSE_TMPFILE without O_TMPFILE");
-            libc::EINVAL
         } else if names::are_plain(head) {
             if head.get(OPCODE).is_some_and(|opcode| opcode == FUSE_INIT) {
                 let flags = head.get(INIT_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes);
@@ -262,11 +260,17 @@ impl Server {
         self.write_error(memory, head, writable, error).unwrap_or(0)
     }
 
-    /// Turns FUSE_TMPFILE, which virtiofsd does not answer, into FUSE_CREATE with O_TMPFILE, which [`Views`] do.
+    /// Turns FUSE_TMPFILE, which virtiofsd does not answer, into FUSE_CREATE with O_TMPFILE, which [`Views`] do. Fails for a request that
+    /// has no flags.
     fn rewrite(&self, memory: &Memory, head: &[u8]) -> io::Result<()> {
         if !is_opcode(head, FUSE_TMPFILE) {
             return Ok(());
         }
+        let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes);
+        let flags = flags.ok_or(io::ErrorKind::InvalidInput)? | libc::O_TMPFILE as u32;
+        memory
+            .write_slice(&flags.to_le_bytes(), GuestAddress(REQUEST + OPEN_FLAGS.start as u64))
+            .map_err(other_error)?;
         memory.write_slice(&FUSE_CREATE, GuestAddress(REQUEST + OPCODE.start as u64)).map_err(other_error)
     }
 
@@ -348,12 +352,6 @@ impl Server {
 /// Returns whether a request has an opcode.
 fn is_opcode(head: &[u8], opcode: [u8; 4]) -> bool {
     head.get(OPCODE).is_some_and(|found| found == opcode)
-}
-
-/// Returns whether the flags of a creation request contain O_TMPFILE.
-fn asks_for_no_name(head: &[u8]) -> bool {
-    let flags = head.get(OPEN_FLAGS).and_then(|bytes| bytes.try_into().ok()).map_or(0, i32::from_le_bytes);
-    flags & libc::O_TMPFILE == libc::O_TMPFILE
 }
 
 /// Returns whether a request to read or write begins and ends at positions that a file can have; virtiofsd panics otherwise. Other

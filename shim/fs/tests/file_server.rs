@@ -7,13 +7,17 @@ use nacelle_base::copied_in::{CopyInFailure, CopyInKind, CopyInMessage, CopyInRe
 use nacelle_base::sockets::SocketClient;
 use nacelle_base::test_program::run_tests;
 use nacelle_fs::{
-    Owners, Propagation, ShareError, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes, unmount_volumes,
+    Owners, Propagation, ShareError, ShareLayout, VolumeAccess, VolumeTarget, VolumeToMount, mount_volumes,
+    unmount_volumes,
 };
+use nacelle_jail::SocketUse;
 use nacelle_proto::agent::Tree;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::seteuid;
 use prost::Message;
+use rustix::fs::inotify::CreateFlags;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -27,7 +31,7 @@ mod guest;
 mod nameless;
 mod queues;
 
-use guest::{FORGET, GETATTR, Guest, INIT, RENAME, ROOT, UNLINK};
+use guest::{FORGET, GETATTR, Guest, INIT, RENAME, ROOT, UNLINK, start_for};
 
 /// With this argument and a directory the program acts as an agent without a guest, for its volumes.
 const AS_AGENT: &str = "--as-agent";
@@ -661,6 +665,26 @@ fn a_share_of_one_volume_exposes_nothing_else() {
     }
 }
 
+/// The kernel gives each user of a node 128 inotify instances by default, so they are not root's, whom all pods have in common.
+fn inotify_is_charged_to_the_pods_user() {
+    const USERS: [u32; 2] = [1_879_000_001, 1_879_000_002];
+    seteuid(USERS[0].into()).unwrap();
+    let held: Vec<_> = std::iter::from_fn(|| rustix::fs::inotify::init(CreateFlags::CLOEXEC).ok()).collect();
+    seteuid(0.into()).unwrap();
+    assert!(!held.is_empty());
+    let starts = |user| {
+        let scaffold = tempfile::tempdir().unwrap();
+        let process = start_for(scaffold.path(), ShareLayout::Single, SocketUse::Open, Some(user));
+        let pid = process.pid();
+        let started = process.wait_until_ready().is_ok();
+        waitpid(pid, None).unwrap(); // its streams are closed
+        started
+    };
+    assert_eq!(USERS.map(starts), [false, true]);
+    drop(held);
+    assert!(starts(USERS[0]));
+}
+
 fn it_ends_with_the_pod_process() {
     let guest = Guest::new();
     let pid = guest.pid;
@@ -669,7 +693,7 @@ fn it_ends_with_the_pod_process() {
 }
 
 fn main() -> ExitCode {
-    let tests: [(&str, fn()); 26] = [
+    let tests: [(&str, fn()); 28] = [
         (
             "directories_and_files_are_shared_with_the_requested_access",
             directories_and_files_are_shared_with_the_requested_access,
@@ -736,10 +760,15 @@ fn main() -> ExitCode {
             nameless::files_without_a_name_are_refused_where_files_are,
         ),
         (
+            "a_file_without_a_name_is_created_with_the_callers_groups",
+            nameless::a_file_without_a_name_is_created_with_the_callers_groups,
+        ),
+        (
             "files_without_a_name_end_with_the_guests_interest_and_are_limited",
             nameless::files_without_a_name_end_with_the_guests_interest_and_are_limited,
         ),
         ("a_share_of_one_volume_exposes_nothing_else", a_share_of_one_volume_exposes_nothing_else),
+        ("inotify_is_charged_to_the_pods_user", inotify_is_charged_to_the_pods_user),
         ("it_ends_with_the_pod_process", it_ends_with_the_pod_process),
     ];
     if let [_, word, home] = std::env::args().collect::<Vec<_>>().as_slice()

@@ -22,8 +22,8 @@ const MIN_MTU: (u32, u32) = (68, 1280);
 const MAX_ENTRIES: usize = 1024;
 /// The routing table of a host's own addresses (RT_TABLE_LOCAL).
 const LOCAL_TABLE: u32 = 255;
-/// The transmit queue lengths, in packets, that are no setting: that of every guest's card, which is the kernel's default, and that which the
-/// netlink library of the plugins sends for a veth pair when no length is given.
+/// Transmit queue lengths in packets that cause no warning: 0 is what plugins send for a veth pair without a configured length, 1000 is the
+/// kernel's default.
 const USUAL_QUEUE_LENGTHS: [u32; 2] = [0, 1000];
 /// The largest segment that a guest's card sends or receives as one, in bytes.
 const SEGMENT: u32 = 65536;

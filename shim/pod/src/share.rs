@@ -8,7 +8,7 @@ use crate::identity::{self, IdentityError};
 use crate::spec::{EngineSpec, PodSpec};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_fs::{FileServerProcess, ShareError, ShareLayout};
+use nacelle_fs::{FileServerConfig, FileServerProcess, ShareError, ShareLayout};
 pub use nacelle_fs::{Owners, Propagation, VolumeAccess, VolumeTarget, VolumeToMount};
 use nacelle_jail::SocketUse;
 use nacelle_model::process::ProcessIdentity;
@@ -66,7 +66,8 @@ pub(crate) fn start(spec: &PodSpec, dir: &Path) -> Result<Option<FileServerProce
     }
     let sockets = if spec.has_sockets { SocketUse::Connect } else { SocketUse::Open };
     let cache = Duration::from_secs(spec.volume_cache_seconds);
-    let share = nacelle_fs::start_file_server(dir, jail.seccomp, cache, layout, sockets)?;
+    let config = FileServerConfig { seccomp: jail.seccomp, cache, layout, sockets, user: jail.user };
+    let share = nacelle_fs::start_file_server(dir, config)?;
     record_process(share.pid().as_raw(), dir)?;
     Ok(Some(share))
 }

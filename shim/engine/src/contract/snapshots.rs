@@ -172,8 +172,8 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
     assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
 }
 
-/// So many clones of a template follow each other; `NACELLE_CLONES` has another number.
-const CLONES_IN_SEQUENCE: usize = 30;
+/// The default number of clones that follow each other; the environment variable `NACELLE_CLONES` overrides it.
+const CLONES_IN_SEQUENCE: usize = 20;
 
 /// Clones of a template follow each other, of which a tenth are alive at a time, and each answers until its end. Nothing is left of them.
 pub fn clones_of_a_template_follow_each_other(tested: &dyn TestedEngine) {

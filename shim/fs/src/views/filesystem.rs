@@ -32,9 +32,11 @@ impl FileSystem for Views {
         let mount = status.stx_mnt_id;
         let flags = self.mounts.table().flags(mount).ok_or_else(|| io::Error::from_raw_os_error(libc::EIO))?;
         let device = (makedev(status.stx_dev_major, status.stx_dev_minor), flags.mapped);
-        let sends_groups = options.contains(FsOptions::CREATE_SUPP_GROUP);
+        // virtiofsd's server agrees to this one by itself.
+        let sends_groups = capable.contains(FsOptions::CREATE_SUPP_GROUP);
+        let has_acls = options.contains(FsOptions::POSIX_ACL);
         let mut state = self.state();
-        *state = ViewState { last_number: ROOT_INODE, sends_groups, ..ViewState::default() };
+        *state = ViewState { last_number: ROOT_INODE, sends_groups, has_acls, ..ViewState::default() };
         let view = View { inner: ROOT_INODE, fd: root.as_raw_fd(), mount, flags, open: 0 };
         state.root = Some(root);
         state.insert(ROOT_INODE, device, (ROOT_DEVICE, status.stx_ino), view);
@@ -196,7 +198,7 @@ impl FileSystem for Views {
 
     fn link(&self, ctx: Context, node: NodeId, parent: NodeId, name: &CStr) -> io::Result<Entry> {
         if let Some(nameless) = self.nameless(node) {
-            return self.link_nameless(ctx, node, &nameless, parent, name);
+            return self.link_nameless(ctx, &nameless, parent, name);
         }
         let (source, view) = self.views_on_same_mount(ctx, node, parent)?;
         let fd = self.next_fd()?;
@@ -208,7 +210,7 @@ impl FileSystem for Views {
 
     fn open(&self, ctx: Context, node: NodeId, kill_priv: bool, flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
         if let Some(nameless) = self.nameless(node) {
-            let file = self.descriptors.reopen(&self.own_fds, &nameless.file, kill_priv, flags)?;
+            let file = self.nameless_files.reopen(&self.own_fds, &nameless.file, kill_priv, flags)?;
             return Ok((Some(self.state().add_nameless_handle(node, file)), OpenOptions::empty()));
         }
         self.open_and_record(ctx, node, |inner| self.inner.open(ctx, inner, kill_priv, flags))
@@ -346,6 +348,7 @@ impl FileSystem for Views {
     ) -> io::Result<()> {
         match self.opened_or_best(ctx, node, None)? {
             Opened::ByInode(inner) => self.inner.setxattr(ctx, inner, name, value, flags, extra_flags),
+            Opened::Nameless(_) if self.hides_xattr(name) => Err(io::Error::from_raw_os_error(libc::ENOTSUP)),
             Opened::Nameless(file) => file.set_xattr(name, value, flags, extra_flags),
         }
     }
@@ -353,6 +356,7 @@ impl FileSystem for Views {
     fn getxattr(&self, ctx: Context, node: NodeId, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
         match self.opened_or_best(ctx, node, None)? {
             Opened::ByInode(inner) => self.inner.getxattr(ctx, inner, name, size),
+            Opened::Nameless(_) if self.hides_xattr(name) => Err(io::Error::from_raw_os_error(libc::ENOTSUP)),
             Opened::Nameless(file) => file.xattr(name, size),
         }
     }
@@ -367,6 +371,7 @@ impl FileSystem for Views {
     fn removexattr(&self, ctx: Context, node: NodeId, name: &CStr) -> io::Result<()> {
         match self.opened_or_best(ctx, node, None)? {
             Opened::ByInode(inner) => self.inner.removexattr(ctx, inner, name),
+            Opened::Nameless(_) if self.hides_xattr(name) => Err(io::Error::from_raw_os_error(libc::ENOTSUP)),
             Opened::Nameless(file) => file.remove_xattr(name),
         }
     }

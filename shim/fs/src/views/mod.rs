@@ -14,7 +14,7 @@ mod nodes;
 mod resolve;
 
 use crate::mounts::Mounts;
-use nameless::Descriptors;
+use nameless::NamelessFiles;
 use nodes::ViewState;
 use std::ffi::CString;
 use std::fs::File;
@@ -35,7 +35,7 @@ pub(crate) struct Views {
     /// How long the guest may cache names and attributes.
     cache: Duration,
     /// The files that are open without virtiofsd.
-    descriptors: Descriptors,
+    nameless_files: NamelessFiles,
     state: Mutex<ViewState>,
 }
 
@@ -50,8 +50,8 @@ impl Views {
         cache: Duration,
         max_nameless: usize,
     ) -> Views {
-        let descriptors = Descriptors::new(max_nameless);
-        Views { inner, root, own_fds, mounts, supports_file_submounts, cache, descriptors, state: Mutex::default() }
+        let nameless_files = NamelessFiles::new(max_nameless);
+        Views { inner, root, own_fds, mounts, supports_file_submounts, cache, nameless_files, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, ViewState> {

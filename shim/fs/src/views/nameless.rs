@@ -30,8 +30,8 @@ const MAX_XATTR_BYTES: usize = 1 << 16;
 const POSIX_ACL_ACCESS: &[u8] = b"system.posix_acl_access";
 /// `O_TMPFILE` without `O_DIRECTORY`, which it contains.
 const TMPFILE_BIT: u32 = (libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
-/// The flags of an open request that the node does not get: creating is not the request, the guest has resolved the name, and an append
-/// is one of each write, because the guest may change that. The memory that is read and written need not be aligned.
+/// The flags of an open request that the node does not get: nothing is created, the guest has resolved the name, and O_APPEND is applied to
+/// each write, because the guest may change it. The memory that is read and written need not be aligned.
 const NOT_FORWARDED: u32 = (libc::O_CREAT
     | libc::O_EXCL
     | libc::O_NOFOLLOW
@@ -47,7 +47,7 @@ pub(super) fn is_requested(flags: u32) -> bool {
     flags & libc::O_TMPFILE as u32 == libc::O_TMPFILE as u32
 }
 
-/// Who creates a file, and with which mode.
+/// The parameters of a creation request.
 pub(super) struct Creation {
     pub flags: u32,
     pub mode: u32,
@@ -57,7 +57,7 @@ pub(super) struct Creation {
 }
 
 /// The files of a server that are open without virtiofsd, and their limit.
-pub(super) struct Descriptors {
+pub(super) struct NamelessFiles {
     limit: usize,
     /// Each open file has a clone.
     counter: Arc<()>,
@@ -69,9 +69,9 @@ pub(super) struct NamelessFile {
     _counted: Arc<()>,
 }
 
-impl Descriptors {
-    pub fn new(limit: usize) -> Descriptors {
-        Descriptors { limit, counter: Arc::new(()) }
+impl NamelessFiles {
+    pub fn new(limit: usize) -> NamelessFiles {
+        NamelessFiles { limit, counter: Arc::new(()) }
     }
 
     /// Opens a file unless there are too many (ENFILE).
@@ -90,7 +90,9 @@ impl Descriptors {
         let Creation { flags, mode, umask: mask, groups } = creation;
         let (uid, gid) = (HostUid::from(ctx.uid.into_inner()), HostGid::from(ctx.gid.into_inner()));
         let known = groups.is_some();
-        let groups = groups.unwrap_or_default().into_iter().map(|gid| HostGid::from(gid.into_inner())).collect();
+        // For root virtiofsd would set the groups and never take them back.
+        let groups = if uid.is_root() && gid.is_root() { Vec::new() } else { groups.unwrap_or_default() };
+        let groups = groups.into_iter().map(|gid| HostGid::from(gid.into_inner())).collect();
         let exclusive = flags & libc::O_EXCL as u32;
         let flags = (flags & !NOT_FORWARDED) | exclusive | libc::O_TMPFILE as u32;
         let _caller = UnixCredentials::new(uid, gid).supplementary_gid(known, groups).set()?;
@@ -165,8 +167,10 @@ impl NamelessFile {
             fchmod(&self.file, Mode::from_raw_mode(attr.mode & 0o7777))?;
         }
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
-            let uid = valid.contains(SetattrValid::UID).then(|| Uid::from_raw(attr.uid.into_inner()));
-            let gid = valid.contains(SetattrValid::GID).then(|| Gid::from_raw(attr.gid.into_inner()));
+            // This number means that the id stays.
+            let given = |flag, id: u32| (valid.contains(flag) && id != u32::MAX).then_some(id);
+            let uid = given(SetattrValid::UID, attr.uid.into_inner()).map(Uid::from_raw);
+            let gid = given(SetattrValid::GID, attr.gid.into_inner()).map(Gid::from_raw);
             fchown(&self.file, uid, gid)?;
         }
         if valid.contains(SetattrValid::SIZE) {
@@ -215,7 +219,7 @@ impl NamelessFile {
         if only_data { self.file.sync_data() } else { self.file.sync_all() }
     }
 
-    /// Tells the node's file system that a descriptor of the guest was closed.
+    /// Reports to the node's file system that a descriptor of the guest was closed.
     pub fn flush(&self) -> io::Result<()> {
         Ok(nix::unistd::close(self.file.try_clone()?)?)
     }

@@ -43,6 +43,8 @@ pub(super) struct ViewState {
     pub last_number: NodeId,
     /// The guest's kernel sends the groups of a process that creates a file.
     pub sends_groups: bool,
+    /// The guest's kernel knows the node's ACLs.
+    pub has_acls: bool,
     /// A counter that changes with each further view that is found for a node.
     pub changes: u64,
 }
@@ -76,7 +78,7 @@ pub(super) struct FileNode {
     pub key: (u16, u64),
     /// The number of lookups of the guest that it has not forgotten.
     pub lookups: u64,
-    /// One view or more, or none if the file has no name. The first was the best one when the others were last searched.
+    /// One view or more, or none as long as the file has no name. The first was the best one when the others were last searched.
     pub views: Vec<View>,
     pub nameless: Option<Nameless>,
     /// The directory in which the file was found last, and its name there; `None` across mounts.
@@ -181,6 +183,8 @@ impl ViewState {
             return Some(*known);
         }
         node.views.push(view);
+        // It has been found by a name.
+        node.nameless = None;
         self.by_inode.insert(view.inner, id);
         self.changes += 1;
         Some(view)

@@ -253,6 +253,11 @@ impl Views {
         self.state().nodes.get(&node)?.nameless.clone()
     }
 
+    /// Returns whether an extended attribute of the node is none for the guest, as for virtiofsd.
+    pub(super) fn hides_xattr(&self, name: &CStr) -> bool {
+        name.to_bytes().starts_with(b"system.posix_acl_") && !self.state().has_acls
+    }
+
     /// Creates a file without a name, which the guest has open, in a directory.
     pub(super) fn create_nameless(
         &self,
@@ -264,11 +269,20 @@ impl Views {
         extensions: Extensions,
     ) -> io::Result<(Entry, u64)> {
         let mut state = self.state();
-        let view = self.best_view(ctx, &mut state, &self.mounts.table(), parent)?;
+        let table = self.mounts.table();
+        let best = self.best_view(ctx, &mut state, &table, parent)?;
         let directory = state.nodes.get(&parent).ok_or_else(ebadf)?;
+        // The mount that has most of the directories above: it may get a name in any of them.
+        let equal = || directory.views.iter().filter(|view| view.rank(&table) == best.rank(&table));
+        let is_view_of = |id: &NodeId, view: &View| {
+            state.nodes.get(id).is_some_and(|above| above.views.iter().any(|other| other.mount == view.mount))
+        };
+        let ancestors = state.ancestors(parent);
+        let view =
+            ancestors.iter().rev().find_map(|id| equal().find(|view| is_view_of(id, view))).copied().unwrap_or(best);
         let fd = directory_fd(&self.own_fds, view, directory.key.1)?;
         let groups = state.sends_groups.then_some(extensions.sup_gids);
-        let file = self.descriptors.create(&self.own_fds, &fd, ctx, Creation { flags, mode, umask, groups })?;
+        let file = self.nameless_files.create(&self.own_fds, &fd, ctx, Creation { flags, mode, umask, groups })?;
         let (attr, device, mount) = file.status()?;
         let nameless = Nameless { file: file.clone(), mount, directory: parent };
         let inode = state.add_nameless((device, view.flags.mapped), attr.ino, nameless);
@@ -285,7 +299,6 @@ impl Views {
     pub(super) fn link_nameless(
         &self,
         ctx: Context,
-        node: NodeId,
         nameless: &Nameless,
         parent: NodeId,
         name: &CStr,
@@ -302,10 +315,8 @@ impl Views {
         drop(guard);
         let found = self.lookup_through(ctx, &state, parent, view, name)?;
         let entry = self.add_entry(&mut state, parent, name, &found);
-        match (&entry, state.nodes.get_mut(&node)) {
-            (Ok(entry), Some(linked)) if entry.inode == node => linked.nameless = None,
-            (Ok(_), _) => {}
-            (Err(_), _) => self.forget_unreferenced(ctx, &state, found.entry.inode),
+        if entry.is_err() {
+            self.forget_unreferenced(ctx, &state, found.entry.inode);
         }
         entry
     }

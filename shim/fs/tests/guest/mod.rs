@@ -9,8 +9,8 @@ use nacelle_base::copied_in::{CopyInMessage, CopyInRequest};
 use nacelle_base::descriptors::send_with_descriptor;
 use nacelle_base::sockets::SocketClient;
 use nacelle_fs::{
-    FileServerChannels, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount, mount_volumes,
-    unmount_volumes,
+    FileServerChannels, FileServerConfig, FileServerProcess, ShareError, ShareLayout, VolumeTarget, VolumeToMount,
+    mount_volumes, unmount_volumes,
 };
 use nacelle_jail::{Mode, SocketUse};
 use nacelle_proto::agent::{Tree, TreeEntry};
@@ -22,6 +22,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -60,6 +61,12 @@ pub struct Guest {
 /// The space for a request, and for its reply, in bytes.
 pub const BUFFER_BYTES: u32 = 70_000;
 
+/// Starts a file-server process whose inotify instance is charged to a user.
+pub fn start_for(scaffold: &Path, layout: ShareLayout, sockets: SocketUse, user: Option<u32>) -> FileServerProcess {
+    let config = FileServerConfig { seccomp: Mode::Kill, cache: Duration::ZERO, layout, sockets, user };
+    nacelle_fs::start_file_server(scaffold, config).unwrap()
+}
+
 impl Guest {
     pub fn new() -> Guest {
         Guest::start(false)
@@ -68,14 +75,7 @@ impl Guest {
     /// Starts a guest whose share serves one volume, with or without shared virtqueues.
     pub fn of_volume(shared: bool, container: &str, volumes: &[VolumeToMount], part: &str) -> std::io::Result<Guest> {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: FileServerProcess = nacelle_fs::start_file_server(
-            scaffold.path(),
-            Mode::Kill,
-            Duration::ZERO,
-            ShareLayout::PerVolume(2),
-            SocketUse::Open,
-        )
-        .unwrap();
+        let share = start_for(scaffold.path(), ShareLayout::PerVolume(2), SocketUse::Open, None);
         let pid = share.pid();
         let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let namespace = File::open(format!("/proc/{pid}/ns/mnt")).unwrap();
@@ -102,14 +102,7 @@ impl Guest {
 
     fn start(shared: bool) -> Guest {
         let scaffold = tempfile::tempdir().unwrap();
-        let share: FileServerProcess = nacelle_fs::start_file_server(
-            scaffold.path(),
-            Mode::Kill,
-            Duration::ZERO,
-            ShareLayout::Single,
-            SocketUse::Connect,
-        )
-        .unwrap();
+        let share = start_for(scaffold.path(), ShareLayout::Single, SocketUse::Connect, None);
         let pid = share.pid();
         let FileServerChannels { file_requests: mut files, copied_in } = share.wait_until_ready().unwrap();
         let files = files.pop().unwrap();

@@ -1,9 +1,10 @@
 //! Tests files without a name (O_TMPFILE).
 
-use super::guest::{CREATE, FORGET, GETATTR, Guest, READ, RELEASE, ROOT, SETATTR, TMPFILE, WRITE};
+use super::guest::{CREATE, FORGET, GETATTR, Guest, INIT, READ, RELEASE, ROOT, SETATTR, TMPFILE, WRITE};
 use super::{directory, volume};
 use nacelle_fs::{VolumeAccess, VolumeToMount};
 use nix::mount::{MntFlags, umount2};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
@@ -133,6 +134,10 @@ pub fn a_file_without_a_name_has_all_operations_of_a_file() {
     let answer = guest.send_request(SETATTR, file.node, &body).unwrap();
     assert_eq!(u64::from_le_bytes(answer[48..56].try_into().unwrap()), 1_000_000_000);
     assert_eq!(attributes(&mut guest, file.node), Ok((2 << 20, 0)));
+    // The id that means none.
+    body[..4].copy_from_slice(&(1u32 << 1 | 1 << 2).to_le_bytes());
+    body[76..84].fill(0xff);
+    guest.send_request(SETATTR, file.node, &body).unwrap();
     // FALLOCATE, LSEEK (data, hole), FSYNC, FLUSH, STATFS.
     let lseek = |guest: &mut Guest, offset: u64, whence: u32| {
         let body = [&handle, offset.to_le_bytes().as_slice(), &whence.to_le_bytes(), &[0; 4]].concat();
@@ -194,11 +199,6 @@ pub fn files_without_a_name_are_refused_where_files_are() {
     assert_eq!(create(&mut guest, file, libc::O_RDWR, 0o600).err(), Some(libc::ENOTDIR));
     assert_eq!(create(&mut guest, 999, libc::O_RDWR, 0o600).err(), Some(libc::EBADF));
     assert_eq!(create(&mut guest, writable, libc::O_RDONLY, 0o600).err(), Some(libc::EINVAL));
-    // The directory is root's: another user may not create anything in it, with or without a name.
-    fs::set_permissions(&directory, PermissionsExt::from_mode(0o700)).unwrap();
-    (guest.user, guest.group) = (1234, 1234);
-    assert_eq!(create(&mut guest, writable, libc::O_RDWR, 0o600).err(), guest.create(writable, "x").err());
-    (guest.user, guest.group) = (0, 0);
     // O_EXCL: it never gets a name. A name that exists is not replaced.
     let exclusive = create(&mut guest, writable, libc::O_RDWR | libc::O_EXCL, 0o600).unwrap();
     assert_eq!(link(&mut guest, exclusive.node, writable, "named"), Err(libc::ENOENT));
@@ -208,11 +208,11 @@ pub fn files_without_a_name_are_refused_where_files_are() {
     for name in ["..", "../x", "a/b"] {
         assert_eq!(link(&mut guest, plain.node, writable, name), Err(libc::EACCES));
     }
-    // What is no such request cannot be smuggled in as one: neither its opcode without its flag, nor the flag with a path.
+    // A request without O_TMPFILE is one too, as an overlay of the guest's kernel sends it; and its name has no meaning.
     let body = [libc::O_RDWR as u32, 0o100_600, 0, 0].map(u32::to_le_bytes).concat();
-    let smuggled = guest.send_request(TMPFILE, writable, &[body.as_slice(), b"../x\0"].concat());
-    assert_eq!(smuggled, Err(libc::EINVAL));
-    assert_eq!(guest.send_request(TMPFILE, writable, &[0; 3]), Err(libc::EINVAL));
+    guest.send_request(TMPFILE, writable, &[body.as_slice(), b"../x\0"].concat()).unwrap();
+    assert!(!dir.path().join("x").exists() && !directory.join("x").exists());
+    assert_eq!(guest.send_request(TMPFILE, writable, &[0; 3]), Err(libc::EIO));
     let body = [(libc::O_RDWR | libc::O_TMPFILE) as u32, 0o100_600, 0, 0].map(u32::to_le_bytes).concat();
     let smuggled = guest.send_request(CREATE, writable, &[body.as_slice(), b"../x\0"].concat());
     assert_eq!(smuggled, Err(libc::EACCES));
@@ -220,9 +220,40 @@ pub fn files_without_a_name_are_refused_where_files_are() {
     umount2(dir.path(), MntFlags::empty()).unwrap();
 }
 
-pub fn files_without_a_name_end_with_the_guests_interest_and_are_limited() {
+/// A guest whose kernel sends the groups of a process: it may create a file where one of them may.
+pub fn a_file_without_a_name_is_created_with_the_callers_groups() {
+    const WITH_GROUPS: [u32; 2] = [1 << 30, 1 << 2]; // FUSE_INIT_EXT, FUSE_CREATE_SUPP_GROUP
+    const GROUP: u32 = 4321;
     let (dir, directory) = directory();
     let mut guest = Guest::new();
+    let init = [7u32, 38, 1 << 20, 0x3fff_ffff | WITH_GROUPS[0], WITH_GROUPS[1]].map(u32::to_le_bytes).concat();
+    guest.send_request(INIT, 0, &[init.as_slice(), &[0; 44]].concat()).unwrap();
+    guest.mount_volumes("c", &[volume(&directory)]).unwrap();
+    std::os::unix::fs::chown(&directory, Some(0), Some(GROUP)).unwrap();
+    fs::set_permissions(&directory, PermissionsExt::from_mode(0o770)).unwrap();
+    let parent = guest.find("c/0").unwrap();
+    (guest.user, guest.group) = (1234, 1234);
+    let mut request = |group: Option<u32>| {
+        let mut body = [(libc::O_TMPFILE | libc::O_RDWR) as u32, 0o100_600, 0, 0].map(u32::to_le_bytes).concat();
+        body.extend(b"/\0");
+        // `struct fuse_ext_header` (size, FUSE_EXT_GROUPS), `struct fuse_supp_groups`, padded to eight bytes.
+        body.extend(group.into_iter().flat_map(|group| [16u32, 32, 1, group].map(u32::to_le_bytes).concat()));
+        guest.send_request(TMPFILE, parent, &body).map(|_| ())
+    };
+    assert_eq!(request(None), Err(libc::EACCES));
+    assert_eq!(request(Some(GROUP + 1)), Err(libc::EACCES));
+    assert_eq!(request(Some(GROUP)), Ok(()));
+    drop(guest);
+    umount2(dir.path(), MntFlags::empty()).unwrap();
+}
+
+pub fn files_without_a_name_end_with_the_guests_interest_and_are_limited() {
+    const MAX_FILES: u64 = 1024;
+    let (dir, directory) = directory();
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, MAX_FILES, hard).unwrap();
+    let mut guest = Guest::new();
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     guest.mount_volumes("c", &[volume(&directory)]).unwrap();
     let parent = guest.find("c/0").unwrap();
     let deleted = |guest: &Guest| {
@@ -242,7 +273,7 @@ pub fn files_without_a_name_end_with_the_guests_interest_and_are_limited() {
     release(&mut guest, &file).unwrap();
     assert_eq!(deleted(&guest), 0);
     // A guest cannot use up the descriptors of its other files.
-    let limit = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap().0 / 8;
+    let limit = MAX_FILES / 8;
     let mut files = Vec::new();
     let error = loop {
         match create(&mut guest, parent, libc::O_RDWR, 0o600) {
