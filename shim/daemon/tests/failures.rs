@@ -64,6 +64,21 @@ fn a_start_that_fails_at_any_step_leaves_nothing() {
     assert_eq!(world.left(), Vec::<String>::new());
 }
 
+/// Its taps are gone with it.
+#[test]
+fn a_vm_that_ends_before_it_is_joined_to_its_network_is_the_cause() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    world.script.fail_once_each(&["join", "configure"]);
+    let error = world.run(daemon.run_pod("a")).unwrap_err();
+    assert!(error.message().contains("scripted configure") && !error.message().contains("join"), "{error}");
+    assert_eq!(world.left(), Vec::<String>::new());
+    world.script.fail_once_each(&["join"]);
+    let error = world.run(daemon.run_pod("a")).unwrap_err();
+    assert!(error.message().contains("join the machine of the pod to its network"), "{error}");
+    assert_eq!(world.left(), Vec::<String>::new());
+}
+
 #[test]
 fn a_machine_in_huge_pages_that_the_node_has_not_is_refused_before_anything_is_made() {
     let world = World::new();

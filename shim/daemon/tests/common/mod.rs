@@ -48,7 +48,7 @@ pub struct Script {
     count: AtomicUsize,
     names: Mutex<Vec<&'static str>>,
     fail: Mutex<BTreeSet<usize>>,
-    fail_named: Mutex<Option<(&'static str, usize)>>,
+    fail_named: Mutex<Vec<(&'static str, usize)>>,
     conflict: Mutex<Option<(&'static str, usize)>>,
     hang: Mutex<Option<&'static str>>,
     released: tokio::sync::Notify,
@@ -64,12 +64,12 @@ impl Script {
         }
         let named = {
             let mut named = self.fail_named.lock().unwrap();
-            match named.as_mut() {
-                Some((which, left)) if *which == name && *left > 0 => {
+            match named.iter_mut().find(|(which, left)| *which == name && *left > 0) {
+                Some((_, left)) => {
                     *left -= 1;
                     true
                 }
-                _ => false,
+                None => false,
             }
         };
         if named || self.fail.lock().unwrap().contains(&number) {
@@ -86,7 +86,12 @@ impl Script {
 
     /// Lets the next `times` steps of this name fail.
     pub fn fail_named(&self, name: &'static str, times: usize) {
-        *self.fail_named.lock().unwrap() = Some((name, times));
+        *self.fail_named.lock().unwrap() = vec![(name, times)];
+    }
+
+    /// Lets the next step of each of these names fail.
+    pub fn fail_once_each(&self, names: &[&'static str]) {
+        *self.fail_named.lock().unwrap() = names.iter().map(|name| (*name, 1)).collect();
     }
 
     /// Rejects the next `times` requests of this name with a conflict.
@@ -117,7 +122,7 @@ impl Script {
     /// Clears all failures; returns the number of steps until now.
     pub fn calm(&self) -> usize {
         self.fail.lock().unwrap().clear();
-        *self.fail_named.lock().unwrap() = None;
+        self.fail_named.lock().unwrap().clear();
         self.count.load(Ordering::SeqCst)
     }
 

@@ -1,14 +1,13 @@
 //! Prints what a kernel's secrets of TCP determine, one line for each of four connections of the container with itself, whose addresses and
-//! ports are always the same: `isn NUMBER cookie NUMBER port NUMBER`. Two kernels with the same secrets print the same numbers within a
+//! ports are always the same: `isn NUMBER cookie NUMBER`. Two kernels with the same secrets print the same numbers within a
 //! minute (the first one within the time that passes between clock and packet). Needs CAP_NET_RAW, and net.ipv4.tcp_syncookies = 2.
 //!
 //! - `isn`: the initial sequence number (RFC 6528) without its clock, which counts 64 ns (`secure_tcp_seq`, Linux).
 //! - `cookie`: the low 24 bits of the SYN cookie less the initial sequence number.
-//! - `port`: the local port that the kernel chooses for a further connection.
 
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, socket};
 use std::error::Error;
-use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -54,11 +53,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         rustix::net::connect(&client, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port))?;
         let isn = next_sequence(&packets, port + DISTANCE, port, SYN)?;
         let cookie = next_sequence(&packets, port, port + DISTANCE, SYN_ACK)?;
-        let further = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?.local_addr()?.port();
         // A reset, so that the same ports can be used again at once.
         rustix::net::sockopt::set_socket_linger(&client, Some(std::time::Duration::ZERO))?;
         drop((client, listener));
-        println!("isn {} cookie {} port {further}", isn.wrapping_sub(clock), cookie.wrapping_sub(isn) & 0x00ff_ffff);
+        println!("isn {} cookie {}", isn.wrapping_sub(clock), cookie.wrapping_sub(isn) & 0x00ff_ffff);
     }
     Ok(())
 }

@@ -56,7 +56,7 @@ pub(crate) async fn boot(
     let mut spec = prepare(&services, &pod, &cancel, &timeline).await?;
     let template = services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await;
     spec.template = template.as_ref().map(|found| found.template.clone());
-    let (client, attached) = start(&services, &pod, &spec, &timeline, admit).await?;
+    let StartedPod { client, attached, joined } = start(&services, &pod, &spec, &timeline, admit).await?;
     let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await;
     if let Some(found) = &template
         && !cancel.is_cancelled()
@@ -68,7 +68,9 @@ pub(crate) async fn boot(
         };
         services.templates.report(found, outcome).await;
     }
+    // A VM that has ended took its taps along, so its end is the first cause.
     let configured = configured?;
+    joined?;
     let kernel_release = clip(&configured.kernel_release);
     let machine = match pod.config.kind.has_guest() {
         true => size::of(&pod.config, &pod.handler),
@@ -129,6 +131,14 @@ async fn prepare(
     Ok(pod_spec(services, pod, netns, group, groups))
 }
 
+/// A pod whose process and network exist.
+struct StartedPod {
+    client: PodClient,
+    attached: Attachment,
+    /// Whether the taps of the VM were joined to the network.
+    joined: Result<(), LifecycleError>,
+}
+
 /// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.
 async fn start(
     services: &NodeServices,
@@ -136,7 +146,7 @@ async fn start(
     spec: &PodSpec,
     timeline: &Timeline,
     admit: Admit,
-) -> Result<(PodClient, Attachment), LifecycleError> {
+) -> Result<StartedPod, LifecycleError> {
     let NewPod { id, config, .. } = pod;
     let dir = services.pod_dir(id);
     let reference = pod_ref(services, pod, spec);
@@ -164,13 +174,15 @@ async fn start(
         }
     }
     // The pod process has dropped the privileges for it.
-    if config.kind.has_guest() {
+    let joined = if config.kind.has_guest() {
         let known = attached.network.interfaces.iter().enumerate();
         let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
         let joined = timeline.measure("taps joined to the network", services.networks.connect_taps(id, pairs)).await;
-        joined.map_err(at("join the machine of the pod to its network"))?;
-    }
-    Ok((client, attached))
+        joined.map_err(at("join the machine of the pod to its network"))
+    } else {
+        Ok(())
+    };
+    Ok(StartedPod { client, attached, joined })
 }
 
 /// Describes the pod for the network plugins.
