@@ -385,7 +385,8 @@ fn a_builder_ends_with_its_daemon() {
     assert!(is_clone(&node.crictl.run_pod(pod(&node, "clone"))));
 }
 
-/// The process of a clone is killed at any time of its start: the pod fails, or runs and is then not ready, and nothing is left of it.
+/// The process of a clone is killed at eight moments from its start on: the pod fails, or has become ready and is so no more, and nothing is
+/// left of it.
 #[test]
 fn a_clone_whose_process_is_killed_leaves_nothing() {
     if skip() {
