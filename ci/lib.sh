@@ -21,8 +21,28 @@ say() { echo "== $*" >&2; }
 die() { echo "error: $*" >&2; exit 1; }
 
 # Runs a command as root.
-as_root() {
-    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n -E env "PATH=$PATH" "$@"; fi
+elevated=()
+[ "$(id -u)" = 0 ] || elevated=(sudo -n -E env "PATH=$PATH")
+as_root() { "${elevated[@]}" "$@"; }
+
+# Namespaces of its own for the command that follows: what the command leaves in them ends with it.
+alone=(unshare --mount --net --ipc --uts --pid --fork --kill-child --mount-proc)
+
+# run_alone COMMAND...: runs it as root in such namespaces. SIGINT and SIGTERM, which unshare ignores, go on to the command: it cleans up.
+run_alone() {
+    local group status=0
+    set -m # a process group for it
+    exec "${elevated[@]}" "${alone[@]}" "$@" </dev/null & # exec: no shell that the signal would end first
+    group=$!
+    set +m
+    trap 'as_root kill -- "-$group"' INT TERM
+    # A signal ends `wait` before the command has ended.
+    until wait "$group"; do
+        status=$?
+        kill -0 "$group" 2>/dev/null || break
+    done
+    trap - INT TERM
+    return $status
 }
 
 # long NAME COMMAND...: runs it with its output in a log, says every 20 seconds that it goes on, and shows the log's end

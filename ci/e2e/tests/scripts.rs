@@ -1,6 +1,8 @@
 //! Tests functions of the scripts below `ci`.
 
+use nacelle_e2e::eventually;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -52,4 +54,27 @@ fn a_run_that_ends_does_not_take_the_directories_of_others() {
     assert!(directory.path().join("claimed").exists());
     assert_eq!(second.order("end"), "ended");
     assert!(!directory.path().join("claimed").exists(), "the last run removes them");
+}
+
+/// A run in namespaces of its own that says when it runs, and cleans up when it is told to end.
+const ALONE: &str = r#"set -euo pipefail
+    source "$1"
+    run_alone bash -c 'trap "echo cleaned up; exit 3" TERM; echo $$; while :; do sleep 0.1; done'"#;
+
+#[test]
+fn a_run_that_is_told_to_end_cleans_up_first() {
+    let cache = tempfile::tempdir().expect("the temporary directory is writable");
+    let library = concat!(env!("CARGO_MANIFEST_DIR"), "/../lib.sh");
+    let mut command = Command::new("bash");
+    command.args(["-c", ALONE, "-", library]).env("NACELLE_CACHE", cache.path()).stdout(Stdio::piped());
+    let mut run = command.spawn().expect("bash is installed");
+    let mut lines = BufReader::new(run.stdout.take().expect("a pipe")).lines();
+    let first = lines.next().expect("it runs").expect("text");
+    assert_eq!(first, "1", "it has process ids of its own");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(run.id().cast_signed()), nix::sys::signal::Signal::SIGTERM)
+        .expect("the run is ours");
+    let status = eventually("the run ends", || run.try_wait().expect("a child"));
+    assert_eq!((status.code(), status.signal()), (Some(3), None), "the exit code is that of the command");
+    let rest: Vec<String> = lines.map_while(Result::ok).collect();
+    assert_eq!(rest, ["cleaned up"], "the output ends, so nothing of the run is left");
 }
