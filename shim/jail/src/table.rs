@@ -317,6 +317,7 @@ const GUEST_MEMORY: &[SyscallRule] = &[
 const NETWORK_INTERFACE: &[SyscallRule] = &[
     ioctl_type(VHOST, "a network queue that the kernel serves"),
     ioctl_number(0x54d0, "TUNSETOFFLOAD: what the guest's network driver can do"),
+    ioctl_number(0x54d1, "TUNSETTXFILTER: which frames reach the guest"),
     ioctl_number(0x54d9, "TUNSETQUEUE: a queue of a tap is used or not"),
 ];
 

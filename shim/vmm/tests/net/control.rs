@@ -17,7 +17,7 @@ fn the_configuration_space_describes_the_device() {
         assert_eq!(guest.config(), [&MAC[..], &[1, 0, 1, 0, 0xdc, 5, 0, 0, 0, 0]].concat());
         assert_eq!(guest.device.queue_sizes().len(), 3);
         assert_eq!(guest.device.features() & MQ, 0);
-        let whatever_there_is = [0, 1, 2, 3, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 28, 29, 32];
+        let whatever_there_is = [0, 1, 2, 3, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 18, 23, 28, 29, 32];
         let needed = whatever_there_is.iter().fold(0u64, |bits, bit| bits | 1 << bit);
         assert_eq!(guest.device.features() & needed, needed);
     });
@@ -42,6 +42,7 @@ fn commands_are_answered_and_invalid_ones_rejected() {
         assert_eq!(guest.command(&[1, 1, 2, 8, 8, 8, 8, 8, 8], 1), bad, "too long");
         assert_eq!(guest.config()[..6], [2, 9, 9, 9, 9, 9]);
         assert_eq!(guest.command(&[0, 0, 1], 1), ok, "promiscuous");
+        assert_eq!(guest.command(&[0, 2, 1], 1), bad, "CTRL_RX_EXTRA is not offered");
         assert_eq!(guest.command(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0], 1), ok, "no other addresses");
         assert_eq!(guest.command(&[2, 0, 1, 0], 1), bad, "VLANs are not offered");
         assert_eq!(guest.command(&[4, 0, 1, 0], 1), ok);
@@ -57,6 +58,65 @@ fn commands_are_answered_and_invalid_ones_rejected() {
         // A reset restores the initial address.
         guest.reset();
         assert_eq!(guest.config()[..6], MAC);
+    });
+}
+
+/// Sends a frame to this address, and one to all. Returns whether the guest receives the first one.
+fn receives(guest: &mut NetGuest, address: [u8; 6]) -> bool {
+    let (mut asked, to_all) = (frame(100, 1), frame(200, 1));
+    asked[..6].copy_from_slice(&address);
+    guest.host.send([0; 10], &asked);
+    guest.host.send([0; 10], &to_all);
+    let mut next_length = || {
+        let (number, length) = guest.wait_used(0);
+        guest.provide_buffer(0, number.into(), 1600);
+        length as usize - HEADER
+    };
+    let first = next_length();
+    let received = first == asked.len();
+    assert_eq!(if received { next_length() } else { first }, to_all.len());
+    received
+}
+
+/// Returns the command that sets the tables of addresses: of interfaces, and of groups.
+fn tables(interfaces: &[[u8; 6]], groups: &[[u8; 6]]) -> Vec<u8> {
+    let table = |all: &[[u8; 6]]| [&(all.len() as u32).to_le_bytes(), all.as_flattened()].concat();
+    [vec![1, 0], table(interfaces), table(groups)].concat()
+}
+
+#[test]
+fn the_guest_receives_what_its_driver_asks_for() {
+    const OTHER: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
+    const GROUP: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
+    const ROUTERS: [u8; 6] = [0x33, 0x33, 0, 0, 0, 2];
+    let what = |guest: &mut NetGuest| [MAC, OTHER, GROUP, ROUTERS].map(|address| receives(guest, address));
+    each(1, |guest| {
+        let mut guest = guest();
+        guest.set_up(ALL);
+        (0..8).for_each(|number| guest.provide_buffer(0, number, 1600));
+        assert_eq!(what(&mut guest), [true; 4], "nothing is filtered before the driver asks");
+        let steps: [(Vec<u8>, [bool; 4]); 9] = [
+            (tables(&[], &[GROUP]), [true, false, true, false]),
+            (vec![0, 0, 1], [true; 4]),
+            (vec![0, 0, 0], [true, false, true, false]),
+            (vec![0, 1, 1], [true, false, true, true]),
+            (vec![0, 1, 0], [true, false, true, false]),
+            (tables(&[OTHER], &[ROUTERS]), [true, true, false, true]),
+            // More interfaces than a tap can tell.
+            (tables(&[OTHER; 7], &[]), [true; 4]),
+            (tables(&[], &[]), [true, false, false, false]),
+            ([&[1, 1][..], &OTHER].concat(), [false, true, false, false]),
+        ];
+        for (command, received) in steps {
+            assert_eq!(guest.command(&command, 1), (1, 0), "{command:?}");
+            assert_eq!(what(&mut guest), received, "{command:?}");
+        }
+        guest.reset();
+        guest.set_up(PLAIN);
+        (0..8).for_each(|number| guest.provide_buffer(0, number, 1600));
+        assert_eq!(what(&mut guest), [true; 4], "a reset ends the filter");
+        assert_eq!(guest.command(&tables(&[], &[]), 1), (1, 0));
+        assert_eq!(what(&mut guest), [true; 4], "a driver without the feature receives everything");
     });
 }
 

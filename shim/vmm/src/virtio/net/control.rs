@@ -1,7 +1,9 @@
 //! Parses and checks commands on the control queue (Virtio 1.2, 5.1.6.5). It does not execute them.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-/// The maximum size of a command in bytes. The longest one is the table of addresses, which is only checked.
+use super::filter::{FilterChange, MacAddress, is_group};
+
+/// The maximum size of a command in bytes. The longest one is the table of addresses.
 pub(crate) const MAX_COMMAND: usize = 16 << 10;
 
 /// The commands that the negotiated features allow.
@@ -16,12 +18,12 @@ pub(crate) struct CommandLimits {
 }
 
 /// A valid command.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ControlCommand {
-    /// A change of the receive filter. It has no effect, because the driver receives all frames.
-    Filter,
+    /// A change of the receive filter.
+    Filter(FilterChange),
     /// The new address of the interface.
-    Mac([u8; 6]),
+    Mac(MacAddress),
     /// The number of queue pairs to use from now on.
     Pairs(u16),
     /// The offloads that the driver accepts from now on.
@@ -29,7 +31,8 @@ pub(crate) enum ControlCommand {
 }
 
 const RX: u8 = 0;
-const RX_LAST: u8 = 5;
+const RX_PROMISCUOUS: u8 = 0;
+const RX_ALL_MULTICAST: u8 = 1;
 const MAC: u8 = 1;
 const MAC_TABLE_SET: u8 = 0;
 const MAC_ADDR_SET: u8 = 1;
@@ -43,13 +46,16 @@ impl ControlCommand {
     pub(crate) fn parse(bytes: &[u8], limits: CommandLimits) -> Option<ControlCommand> {
         let (&[class, command], body) = bytes.split_first_chunk()?;
         match (class, command) {
-            (RX, 0..=RX_LAST) => (body.len() == 1).then_some(ControlCommand::Filter),
+            (RX, RX_PROMISCUOUS) => Some(ControlCommand::Filter(FilterChange::Promiscuous(parse_switch(body)?))),
+            (RX, RX_ALL_MULTICAST) => Some(ControlCommand::Filter(FilterChange::AllGroups(parse_switch(body)?))),
             (MAC, MAC_TABLE_SET) => {
-                let rest = skip_table(skip_table(body)?)?;
-                rest.is_empty().then_some(ControlCommand::Filter)
+                let (interfaces, rest) = split_table(body)?;
+                let (groups, rest) = split_table(rest)?;
+                let addresses = || FilterChange::Addresses([interfaces, groups].concat());
+                rest.is_empty().then(|| ControlCommand::Filter(addresses()))
             }
             (MAC, MAC_ADDR_SET) => {
-                let mac: [u8; 6] = body.try_into().ok()?;
+                let mac: MacAddress = body.try_into().ok()?;
                 (limits.mac && is_unicast(mac)).then_some(ControlCommand::Mac(mac))
             }
             (MQ, MQ_PAIRS_SET) => {
@@ -65,17 +71,24 @@ impl ControlCommand {
     }
 }
 
-/// Returns the bytes behind a table of addresses, which is a count followed by that many addresses of six bytes.
-fn skip_table(bytes: &[u8]) -> Option<&[u8]> {
+/// Returns whether the command switches something on. Drivers send 0 or 1.
+fn parse_switch(body: &[u8]) -> Option<bool> {
+    let [on] = body.try_into().ok()?;
+    Some(on != 0)
+}
+
+/// Returns a table of addresses, which is a count followed by that many addresses of six bytes, and the bytes behind it.
+fn split_table(bytes: &[u8]) -> Option<(&[MacAddress], &[u8])> {
     let (count, rest) = bytes.split_first_chunk()?;
     let length = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;
-    rest.get(length..)
+    let (table, rest) = rest.split_at_checked(length)?;
+    let (addresses, _) = table.as_chunks();
+    Some((addresses, rest))
 }
 
 /// Returns whether the address is that of a single interface.
-fn is_unicast(mac: [u8; 6]) -> bool {
-    let [first, ..] = mac;
-    first & 1 == 0 && mac != [0; 6]
+fn is_unicast(mac: MacAddress) -> bool {
+    !is_group(&mac) && mac != [0; 6]
 }
 
 #[cfg(test)]
@@ -89,17 +102,19 @@ mod tests {
 
     #[test]
     fn valid_commands_are_parsed() {
-        let table: [(&[u8], Option<ControlCommand>, Option<ControlCommand>); 12] = [
-            (&[0, 0, 1], Some(ControlCommand::Filter), Some(ControlCommand::Filter)),
-            (&[0, 5, 0], Some(ControlCommand::Filter), Some(ControlCommand::Filter)),
-            (&[0, 6, 0], None, None),
+        let filter = |change| Some(ControlCommand::Filter(change));
+        let addresses = |addresses: &[MacAddress]| filter(FilterChange::Addresses(addresses.to_vec()));
+        let two = [[2, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]];
+        let table: [(&[u8], Option<ControlCommand>, Option<ControlCommand>); 15] = [
+            (&[0, 0, 1], filter(FilterChange::Promiscuous(true)), filter(FilterChange::Promiscuous(true))),
+            (&[0, 1, 0], filter(FilterChange::AllGroups(false)), filter(FilterChange::AllGroups(false))),
+            (&[0, 2, 0], None, None),
             (&[0, 0], None, None),
-            (
-                &[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6],
-                Some(ControlCommand::Filter),
-                Some(ControlCommand::Filter),
-            ),
+            (&[0, 0, 1, 1], None, None),
+            (&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0], addresses(&[]), addresses(&[])),
+            (&[1, 0, 1, 0, 0, 0, 2, 2, 3, 4, 5, 6, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6], addresses(&two), addresses(&two)),
             (&[1, 0, 0, 0, 0, 0, 2, 0, 0, 0, 1, 2, 3, 4, 5, 6], None, None),
+            (&[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7], None, None),
             (&[1, 1, 2, 2, 3, 4, 5, 6], Some(ControlCommand::Mac([2, 2, 3, 4, 5, 6])), None),
             (&[1, 1, 3, 2, 3, 4, 5, 6], None, None),
             (&[4, 0, 4, 0], Some(ControlCommand::Pairs(4)), None),
@@ -124,7 +139,10 @@ mod tests {
             let bytes = [&[head.0, head.1], body.as_slice()].concat();
             match ControlCommand::parse(&bytes, limits) {
                 None => {}
-                Some(ControlCommand::Filter) => prop_assert!(head.0 <= 1),
+                Some(ControlCommand::Filter(FilterChange::Addresses(all))) => {
+                    prop_assert!(head == (1, 0) && all.len() * 6 + 8 == body.len());
+                }
+                Some(ControlCommand::Filter(_)) => prop_assert!(head.0 == 0 && head.1 < 2 && body.len() == 1),
                 Some(ControlCommand::Mac(mac)) => prop_assert!(mac[0] & 1 == 0 && body == mac),
                 Some(ControlCommand::Pairs(count)) => prop_assert!((1..=pairs).contains(&count) && body.len() == 2),
                 Some(ControlCommand::Offloads(bits)) => prop_assert!(bits & !0x182 == 0 && body.len() == 8),

@@ -3,6 +3,7 @@
 //! waiting for such a thread. No code waits for the control queue's thread under a lock.
 
 use super::control::{CommandLimits, ControlCommand, MAX_COMMAND};
+use super::filter::{MacAddress, ReceiveFilter};
 use super::pair::QueuePair;
 use super::tap::Tap;
 use super::{MAX_PAIRS, NetError, NetMetrics, NetState, feature};
@@ -81,6 +82,7 @@ struct QueuePairs {
     offloads: u64,
     /// The offloads that the driver had set before the save. They replace the negotiated ones.
     restored: Option<u64>,
+    filter: ReceiveFilter,
 }
 
 /// A queue, identified from its number.
@@ -109,10 +111,18 @@ impl Net {
                 features = vhost.features(features)?;
             }
         }
-        let mut queue_pairs = QueuePairs { pairs, features: 0, active: max_pairs, offloads: 0, restored: None };
+        let mut queue_pairs = QueuePairs {
+            pairs,
+            features: 0,
+            active: max_pairs,
+            offloads: 0,
+            restored: None,
+            filter: ReceiveFilter::default(),
+        };
         let begin = |source| NetError::System { what: "prepare a tap", source };
         queue_pairs.set_active(1).map_err(begin)?;
         queue_pairs.set_offloads(0).map_err(begin)?;
+        queue_pairs.apply_filter(mac).map_err(begin)?;
         let config_space = Mutex::new(ConfigSpace { mac, up: true, max_pairs, mtu, interrupt: None });
         let inner = NetInner { metrics: Arc::default(), config_space, queue_pairs: Mutex::new(queue_pairs) };
         let mut sizes = [RECEIVE_QUEUE_SIZE, QUEUE_SIZE].repeat(max_pairs.into());
@@ -151,7 +161,7 @@ fn offered_features(max_pairs: u16, uso: bool) -> u64 {
     let several = if max_pairs > 1 { MQ } else { 0 };
     let frames = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN | MRG_RXBUF;
     let guest = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN | CTRL_GUEST_OFFLOADS;
-    COMMON_FEATURES | frames | guest | uso | MAC | MTU | STATUS | CTRL_VQ | CTRL_MAC_ADDR | several
+    COMMON_FEATURES | frames | guest | uso | MAC | MTU | STATUS | CTRL_VQ | CTRL_RX | CTRL_MAC_ADDR | several
 }
 
 impl NetInner {
@@ -200,10 +210,13 @@ impl NetInner {
         let mut queue_pairs = self.queue_pairs();
         let limits = queue_pairs.command_limits();
         let done = match ControlCommand::parse(&bytes, limits)? {
-            ControlCommand::Filter => Ok(()),
+            ControlCommand::Filter(change) => {
+                queue_pairs.filter.change(change);
+                queue_pairs.apply_filter(self.config_space().mac)
+            }
             ControlCommand::Mac(mac) => {
                 self.config_space().mac = mac;
-                Ok(())
+                queue_pairs.apply_filter(mac)
             }
             ControlCommand::Pairs(count) => queue_pairs.set_active(count),
             ControlCommand::Offloads(bits) => queue_pairs.set_offloads(bits),
@@ -237,6 +250,14 @@ impl QueuePairs {
         }
         self.offloads = bits;
         Ok(())
+    }
+
+    /// Lets the tap drop what the driver does not want, with the interface's address `own`. Without `CTRL_RX` it wants all.
+    fn apply_filter(&self, own: MacAddress) -> std::io::Result<()> {
+        let everything = ReceiveFilter::default();
+        let filter = if self.features & feature::CTRL_RX == 0 { &everything } else { &self.filter };
+        // The filter belongs to the interface, too.
+        self.pairs.first().map_or(Ok(()), |first| first.tap().set_filter(&filter.tun_filter(own)))
     }
 }
 
@@ -326,7 +347,9 @@ impl Device for Net {
         }
         queue_pairs.features = 0;
         queue_pairs.restored = None;
-        if let Err(error) = queue_pairs.set_active(1).and_then(|()| queue_pairs.set_offloads(0)) {
+        queue_pairs.filter = ReceiveFilter::default();
+        let reset = [queue_pairs.set_active(1), queue_pairs.set_offloads(0), queue_pairs.apply_filter(self.mac)];
+        if let Some(error) = reset.into_iter().find_map(Result::err) {
             guest_error!("cannot reset a tap: {error}");
         }
         let mut config_space = self.inner.config_space();

@@ -4,6 +4,7 @@
 mod control;
 mod device;
 mod error;
+mod filter;
 mod metrics;
 mod pair;
 mod state;
@@ -49,6 +50,7 @@ mod feature {
     pub const MRG_RXBUF: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
     pub const CTRL_VQ: u64 = 1 << 17;
+    pub const CTRL_RX: u64 = 1 << 18;
     pub const MQ: u64 = 1 << 22;
     pub const CTRL_MAC_ADDR: u64 = 1 << 23;
     pub const GUEST_USO4: u64 = 1 << 54;

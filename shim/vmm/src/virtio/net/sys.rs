@@ -38,6 +38,22 @@ pub(super) fn set_offload(tap: BorrowedFd<'_>, bits: c_uint) -> io::Result<()> {
     })
 }
 
+/// Sets which frames the kernel drops instead of letting them be read, for all queues of the interface. `filter` is a
+/// `struct tun_filter`: flags and number of addresses, two bytes each, and the addresses.
+pub(super) fn set_filter(tap: BorrowedFd<'_>, filter: &[u8]) -> io::Result<()> {
+    let length = match filter {
+        [_, _, low, high, ..] => 4 + 6 * usize::from(u16::from_ne_bytes([*low, *high])),
+        _ => usize::MAX,
+    };
+    if filter.len() != length {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    retry_interrupted(|| {
+        // SAFETY: the descriptor is open, and the kernel reads the four bytes and as many addresses as they say, which are there.
+        checked(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETTXFILTER, filter.as_ptr()) })
+    })
+}
+
 /// Attaches or detaches a queue of a multi-queue tap.
 pub(super) fn set_queue(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     // SAFETY: ifreq is plain data, for which all zeros is a value.

@@ -51,6 +51,11 @@ impl Tap {
         sys::set_offload(self.as_fd(), tun_bits(guest))
     }
 
+    /// Sets which frames to the guest the kernel drops: `tun_filter` is a `struct tun_filter`.
+    pub(super) fn set_filter(&self, tun_filter: &[u8]) -> io::Result<()> {
+        sys::set_filter(self.as_fd(), tun_filter)
+    }
+
     /// Attaches the queue to the interface's traffic or detaches it.
     pub(super) fn attach(&self, on: bool) -> io::Result<()> {
         if self.attached.swap(on, Ordering::AcqRel) == on {
