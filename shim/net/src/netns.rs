@@ -65,6 +65,21 @@ pub fn create(path: &Path) -> Result<NetNs, NetError> {
     made
 }
 
+/// Keeps the namespace's own stack from asking for routers on the interfaces that it will get: the guest that uses them in its place
+/// asks itself, and each such frame reaches all pods of a bridge, again and again.
+pub(crate) fn silence(netns: &NetNs) -> Result<(), NetError> {
+    let set = run_in(netns, || set_ipv6_option("default", "router_solicitations", "0"))?;
+    set.map_err(failed("set up", netns.path()))
+}
+
+/// Sets an option of IPv6 of an interface (`net.ipv6.conf`) in this thread's namespace. A kernel without IPv6 has no such file.
+pub(crate) fn set_ipv6_option(interface: &str, option: &str, value: &str) -> io::Result<()> {
+    match fs::write(format!("/proc/sys/net/ipv6/conf/{interface}/{option}"), value) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
 /// Removes the name. The namespace goes with its last user. Succeeds if there is no such name.
 pub fn remove(path: &Path) -> Result<(), NetError> {
     match umount2(path, MntFlags::MNT_DETACH) {

@@ -92,8 +92,15 @@ impl NodeNetworks {
     /// in any case.
     pub async fn setup(&self, pod: &PodRef) -> Result<Attachment, NetError> {
         let path = self.netns_path(&pod.id);
-        let opened = path.clone();
-        let netns = run_blocking("open a network namespace", move || NetNs::open(&opened)).await??;
+        let (opened, usage) = (path.clone(), pod.usage);
+        let open = move || -> Result<NetNs, NetError> {
+            let netns = NetNs::open(&opened)?;
+            if usage != InterfaceUsage::Namespace {
+                netns::silence(&netns)?;
+            }
+            Ok(netns)
+        };
+        let netns = run_blocking("open a network namespace", open).await??;
         let result = self.cni.add(pod, &path).await?;
         let dns = result.dns.clone();
         let pod_ref = pod.clone();

@@ -6,6 +6,7 @@
 
 use crate::inspect::MAX_MTU;
 use crate::netlink::Netlink;
+use crate::netns::set_ipv6_option;
 use crate::{NetError, NetNs, run_in, sys};
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -41,7 +42,7 @@ pub fn create_multi_queue(netns: &NetNs, name: &str, queues: usize) -> Result<Ta
     };
     let (fd, more_queues) = run_in(netns, || {
         let first = queue(flags | libc::IFF_TUN_EXCL)?;
-        disable_ipv6(name).map_err(failed("disable IPv6 of", name))?;
+        set_ipv6_option(name, "disable_ipv6", "1").map_err(failed("disable IPv6 of", name))?;
         let more = (1..queues).map(|_| queue(flags)).collect::<Result<Vec<_>, _>>()?;
         Ok::<_, NetError>((first, more))
     })??;
@@ -72,14 +73,6 @@ pub fn connect(netns: &NetNs, tap: &str, cni_interface: &str) -> Result<(), NetE
 
 fn open_tun() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/net/tun")
-}
-
-/// Disables IPv6 for an interface of this thread's namespace. A kernel without IPv6 has no such file.
-fn disable_ipv6(name: &str) -> io::Result<()> {
-    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
 }
 
 /// Accepts 1 to 15 letters, digits, '.', '_' or '-', but not "." or "..": also a safe name for a file under /proc.

@@ -284,6 +284,22 @@ fn namespaces_and_taps_come_and_go() {
     });
 }
 
+#[test]
+fn the_namespace_does_not_ask_for_routers_in_place_of_its_guest() {
+    in_a_world(&["bridge", "host-local", "portmap", "loopback"], |world| async move {
+        world.conf("10-bridged.conflist", BRIDGE);
+        for (number, usage, expected) in [(1, InterfaceUsage::Guest, "0"), (2, InterfaceUsage::Namespace, "-1")] {
+            let pod = PodRef { usage, ..pod(number) };
+            let netns = world.network.create_netns(&pod.id).await.unwrap();
+            world.network.setup(&pod).await.unwrap();
+            let option = "/proc/sys/net/ipv6/conf/eth0/router_solicitations";
+            let found = run_in(&netns, || std::fs::read_to_string(option)).unwrap().unwrap();
+            assert_eq!(found.trim(), expected, "{usage:?}");
+            world.network.teardown(&pod.id).await.unwrap();
+        }
+    });
+}
+
 const SEVERAL: &str = r#"{ "cniVersion": "1.0.0", "name": "several", "type": "nacelle-several", "further": "net1 lan", "bridge": "ns0",
     "isGateway": true, "ipam": { "type": "host-local", "dataDir": "DIR/leases", "ranges": [[{ "subnet": "10.79.0.0/24" }]],
     "routes": [{ "dst": "0.0.0.0/0" }] } }"#;
