@@ -4,6 +4,7 @@ use nacelle_e2e::cri::{container_config, pod_config};
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tonic::transport::Channel;
@@ -165,9 +166,24 @@ impl RuntimeClient {
 
     /// Returns the statistics in a verbose PodSandboxStatus.
     pub fn accounts(&mut self, pod: &BenchPod) -> serde_json::Value {
+        self.info(pod, "accounts")
+    }
+
+    /// Returns the steps of a pod's start, of Nacelle, and their milliseconds; those with one name together.
+    pub fn start_steps(&mut self, pod: &BenchPod) -> BTreeMap<String, f64> {
+        let mut durations = BTreeMap::new();
+        for step in self.info(pod, "info")["timeline"].as_array().expect("the steps of the start") {
+            let name = step["what"].as_str().expect("a name");
+            *durations.entry(name.to_owned()).or_default() += step["micros"].as_f64().expect("a duration") / 1000.0;
+        }
+        durations
+    }
+
+    /// Returns a part of a verbose PodSandboxStatus.
+    fn info(&mut self, pod: &BenchPod, part: &str) -> serde_json::Value {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: pod.id.clone(), verbose: true };
         let answer = self.runtime.block_on(self.pods.pod_sandbox_status(request)).expect("PodSandboxStatus");
-        serde_json::from_str(&answer.into_inner().info["accounts"]).expect("JSON")
+        serde_json::from_str(&answer.into_inner().info[part]).expect("JSON")
     }
 
     /// Returns the memory of PodSandboxStats in bytes; NaN if there is none.

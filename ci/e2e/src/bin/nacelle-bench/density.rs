@@ -7,28 +7,38 @@ use crate::{accounts, benches, microvm};
 use nacelle_e2e::node::{NodeOptions, engine};
 use nacelle_e2e::{TestImage, TestNode, census};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// The subjects that can be measured.
-pub const SUBJECTS: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
+pub const SUBJECTS: [&str; 5] = ["nacelle", "pressure", "containerd", "qemu", "accounts"];
 /// How long the node is left alone before it is measured.
 const SETTLE_TIME: Duration = Duration::from_secs(8);
+/// A row has the mean duration of this many starts, the last ones before it.
+const STARTS_IN_MEAN: usize = 10;
 
-/// Returns `{"engine", "density": [{"runtime", "pods", "pss", "used", ...: MiB for each pod}, ...], "accounts": [...]}`; the
-/// latter is the result of [`accounts::measure`].
+/// The milliseconds of a start's parts by name.
+type StartTimes = BTreeMap<String, f64>;
+
+/// How much each pod writes, in MiB: less than `/dev/shm` holds, and more than a clone owns when it sleeps.
+const WRITTEN_MIB: u64 = 40;
+
+/// Returns `{"engine", "density": [{"runtime", "pods", "pss", "used", ...: MiB for each pod, "start": {NAME: ms}}, ...],
+/// "pressure": [...], "accounts": [...]}`; the latter are the results of `measure_pressure` and [`accounts::measure`].
 pub fn measure(subjects: &[&str], stages: &[usize]) -> Value {
-    let mut density = Vec::new();
+    let (mut density, mut pressure) = (Vec::new(), Vec::new());
     for subject in subjects {
         match *subject {
             "nacelle" => density.extend(measure_nacelle(stages)),
+            "pressure" => pressure.extend(measure_pressure(stages)),
             "containerd" => density.extend(measure_containerd(stages)),
             "qemu" => density.extend(measure_qemu(stages)),
             _ => {}
         }
     }
     let accounts = subjects.contains(&"accounts").then(accounts::measure);
-    json!({"engine": engine(), "density": density, "accounts": accounts})
+    json!({"engine": engine(), "density": density, "pressure": pressure, "accounts": accounts})
 }
 
 pub fn counting_node() -> TestNode {
@@ -49,17 +59,19 @@ pub fn nacelle_client(node: &TestNode) -> RuntimeClient {
 fn measure_stages<P>(
     runtime: &str,
     stages: &[usize],
-    mut start: impl FnMut() -> P,
+    mut start: impl FnMut() -> (P, StartTimes),
     processes: impl Fn(&[P]) -> Vec<i32>,
     more: impl Fn(f64) -> Value,
 ) -> (Vec<P>, Vec<Value>) {
     std::thread::sleep(SETTLE_TIME);
     let before = memory::node_memory_in_use();
-    let (mut pods, mut rows) = (Vec::new(), Vec::new());
+    let (mut pods, mut starts, mut rows) = (Vec::new(), Vec::new(), Vec::new());
     for wanted in stages {
         while pods.len() < *wanted {
             let started = Instant::now();
-            pods.push(start());
+            let (pod, times) = start();
+            pods.push(pod);
+            starts.push(times);
             eprintln!("{runtime}: pod {} after {:.1} s", pods.len(), started.elapsed().as_secs_f32());
         }
         std::thread::sleep(SETTLE_TIME);
@@ -71,7 +83,7 @@ fn measure_stages<P>(
         let row = json!({
             "runtime": runtime, "pods": wanted, "pss": each(programs.values().sum()), "programs": parts,
             "used": each(now.all - before.all), "kernel": each(now.kernel - before.kernel),
-            "more": more(*wanted as f64),
+            "more": more(*wanted as f64), "start": mean(&starts[starts.len().saturating_sub(STARTS_IN_MEAN)..]),
         });
         eprintln!("{row}");
         rows.push(row);
@@ -79,11 +91,33 @@ fn measure_stages<P>(
     (pods, rows)
 }
 
+/// Returns the mean of each part, over all of these starts.
+fn mean(starts: &[StartTimes]) -> StartTimes {
+    let mut sums = StartTimes::new();
+    for (name, milliseconds) in starts.iter().flatten() {
+        *sums.entry(name.clone()).or_default() += milliseconds;
+    }
+    sums.into_iter().map(|(name, sum)| (name, sum / starts.len() as f64)).collect()
+}
+
 /// Creates a pod with one container that sleeps.
-fn run_sleeping_pod(cri: &mut RuntimeClient, image: &str) -> BenchPod {
-    let (pod, _) = cri.run_pod();
-    cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
-    pod
+fn run_sleeping_pod(cri: &mut RuntimeClient, image: &str) -> (BenchPod, StartTimes) {
+    let (pod, _, times) = run_sleeping_container(cri, image);
+    (pod, times)
+}
+
+/// Like `run_sleeping_pod`; returns the id of the container, too.
+fn run_sleeping_container(cri: &mut RuntimeClient, image: &str) -> (BenchPod, String, StartTimes) {
+    let (pod, sandbox) = cri.run_pod();
+    let (container, first_byte) = cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
+    (pod, container, StartTimes::from([("RunPodSandbox".to_owned(), sandbox), ("first byte".to_owned(), first_byte)]))
+}
+
+/// Like `run_sleeping_pod`, with the steps that Nacelle has recorded.
+fn run_recorded_pod(cri: &mut RuntimeClient, image: &str) -> (BenchPod, StartTimes) {
+    let (pod, mut times) = run_sleeping_pod(cri, image);
+    times.extend(cri.start_steps(&pod));
+    (pod, times)
 }
 
 fn measure_nacelle(stages: &[usize]) -> Vec<Value> {
@@ -91,7 +125,7 @@ fn measure_nacelle(stages: &[usize]) -> Vec<Value> {
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let mut cri = nacelle_client(&node);
     // Allocations that only the first pod causes.
-    let first = run_sleeping_pod(&mut cri, &image);
+    let (first, _) = run_sleeping_pod(&mut cri, &image);
     cri.remove_pod(&first);
     let charged = |pods: f64| {
         let group = memory::read_cgroup(node.directory(), None);
@@ -105,8 +139,48 @@ fn measure_nacelle(stages: &[usize]) -> Vec<Value> {
     };
     let roots = |_: &[BenchPod]| node.pids_matching("");
     let name = format!("Nacelle, {}", engine());
-    let (pods, rows) = measure_stages(&name, stages, || run_sleeping_pod(&mut cri, &image), roots, charged);
+    let (pods, rows) = measure_stages(&name, stages, || run_recorded_pod(&mut cri, &image), roots, charged);
     pods.iter().for_each(|pod| cri.remove_pod(pod));
+    rows
+}
+
+/// All pods write to their memory and free it again. Returns for each number of pods `{"pods", "before", "written", "freed": MiB of the
+/// node for each pod, "reported": MiB for each pod when they have written, as CRI says}`.
+fn measure_pressure(stages: &[usize]) -> Vec<Value> {
+    let node = counting_node();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let mut cri = nacelle_client(&node);
+    let (first, _) = run_sleeping_pod(&mut cri, &image);
+    cri.remove_pod(&first);
+    std::thread::sleep(SETTLE_TIME);
+    let empty = memory::node_memory_in_use().all;
+    let (mut pods, mut rows) = (Vec::new(), Vec::new());
+    for wanted in stages {
+        while pods.len() < *wanted {
+            let (pod, container, _) = run_sleeping_container(&mut cri, &image);
+            pods.push((pod, container));
+        }
+        let each = |bytes: f64| bytes / MIB / *wanted as f64;
+        let used = || {
+            std::thread::sleep(SETTLE_TIME);
+            each(memory::node_memory_in_use().all - empty)
+        };
+        let before = used();
+        let write = format!("head -c {WRITTEN_MIB}m /dev/zero >/dev/shm/data");
+        for (_, container) in &pods {
+            cri.exec(container, &["/bin/sh", "-c", &write]);
+        }
+        let written = used();
+        let reported = each(pods.iter().map(|(pod, _)| cri.memory_usage(pod)).sum());
+        for (_, container) in &pods {
+            cri.exec(container, &["/bin/rm", "/dev/shm/data"]);
+        }
+        let freed = used();
+        let row = json!({"pods": wanted, "before": before, "written": written, "reported": reported, "freed": freed});
+        eprintln!("{row}");
+        rows.push(row);
+    }
+    pods.iter().for_each(|(pod, _)| cri.remove_pod(pod));
     rows
 }
 
@@ -115,7 +189,7 @@ fn measure_containerd(stages: &[usize]) -> Vec<Value> {
     let image = node.registry.push(&TestImage::busybox(), "busybox:1");
     let (containerd, mut cri) = Containerd::start(&node);
     cri.pull(&image);
-    let first = run_sleeping_pod(&mut cri, &image);
+    let (first, _) = run_sleeping_pod(&mut cri, &image);
     cri.remove_pod(&first);
     let of = |word: &str| {
         let all = census::processes(&node.directory().join("containerd")).into_iter();
@@ -144,7 +218,7 @@ fn measure_qemu(stages: &[usize]) -> Vec<Value> {
     let pids = |machines: &[Child]| machines.iter().filter_map(|machine| i32::try_from(machine.id()).ok()).collect();
     let accel = if engine() == "kvm" { "kvm" } else { "tcg" };
     let name = format!("plain QEMU, {accel}");
-    let start = || microvm::start_qemu(&initramfs, accel, &[]).0;
+    let start = || (microvm::start_qemu(&initramfs, accel, &[]).0, StartTimes::new());
     let (machines, rows) = measure_stages(&name, stages, start, pids, |_| Value::Null);
     for mut machine in machines {
         machine.kill().expect("QEMU is our child");
