@@ -141,8 +141,13 @@ impl TestNode {
 
     /// Runs `nacelle templates`.
     pub fn templates(&self, arguments: &[&str]) -> ProgramOutput {
+        self.nacelle(&[&["templates"], arguments].concat())
+    }
+
+    /// Runs a command of `nacelle` with the node's configuration.
+    pub fn nacelle(&self, arguments: &[&str]) -> ProgramOutput {
         let mut command = Command::new(crate::path_from_env("NACELLE_BIN"));
-        command.args(["templates", "--config"]).arg(self.directory.join("config.toml")).args(arguments);
+        command.args(arguments).arg("--config").arg(self.directory.join("config.toml"));
         run(&mut command)
     }
 

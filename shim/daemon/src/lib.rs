@@ -16,6 +16,7 @@ pub mod grpc_connection;
 mod guest_port;
 mod hugepages;
 pub mod lifecycle;
+pub mod log;
 mod machines;
 mod node_service;
 pub mod oci;

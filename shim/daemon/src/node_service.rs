@@ -3,7 +3,8 @@
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::Node;
 use crate::lifecycle::template::{TemplateEntry, TemplateKey, TemplateState};
-use nacelle_base::FailureKind;
+use crate::log::{LogControl, LogFilter};
+use nacelle_base::{Chain, FailureKind};
 use nacelle_image::Reference;
 use nacelle_proto::node;
 use std::path::Path;
@@ -12,11 +13,12 @@ use tonic::{Request, Response, Status};
 /// The service on one node.
 pub(crate) struct NodeService {
     node: Node,
+    log: LogControl,
 }
 
 impl NodeService {
-    pub(crate) fn new(node: Node) -> NodeService {
-        NodeService { node }
+    pub(crate) fn new(node: Node, log: LogControl) -> NodeService {
+        NodeService { node, log }
     }
 }
 
@@ -104,6 +106,20 @@ impl node::node_server::Node for NodeService {
             return Err(refuse(FailureKind::NotFound, &format!("there is no template {key}")));
         }
         Ok(Response::new(node::DropTemplatesResponse { keys }))
+    }
+
+    async fn set_log_filter(
+        &self,
+        request: Request<node::SetLogFilterRequest>,
+    ) -> Result<Response<node::SetLogFilterResponse>, Status> {
+        let text = request.into_inner().filter;
+        if !text.is_empty() {
+            let filter: LogFilter =
+                text.parse().map_err(|invalid| refuse(FailureKind::Invalid, &Chain(&invalid).to_string()))?;
+            self.log.set(filter);
+            tracing::info!(filter = text, "the log filter was changed");
+        }
+        Ok(Response::new(node::SetLogFilterResponse { filter: self.log.filter().to_string() }))
     }
 }
 

@@ -1,12 +1,6 @@
-//! Implements what the binaries `nacelle`, `nacelle-pod` and `nacelle-keeper` do at their start, log and limit on open files, and
-//! finds the paths of the other binaries.
+//! Raises the limit on open files, and finds the paths of the binaries.
 
-use crate::bounded_log::BoundedLog;
-use clap::ValueEnum;
 use std::path::PathBuf;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::prelude::*;
 
 /// The program of pod processes, in the directory of the daemon's.
 const POD_PROGRAM: &str = "nacelle-pod";
@@ -17,46 +11,10 @@ const UNPACK_PROGRAM: &str = "nacelle-unpack";
 /// The agent, the same as in the guests' initramfs, in the same directory.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
-/// The format of the log on standard error.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum LogFormat {
-    /// Text for humans.
-    Text,
-    /// One JSON object per line.
-    Json,
-}
-
-impl LogFormat {
-    /// The environment variable with the format.
-    pub const VARIABLE: &str = "NACELLE_LOG_FORMAT";
-}
-
-/// Starts logging to standard error, with the filter in NACELLE_LOG or, without it, from level info.
-pub fn init_log(format: LogFormat) {
-    init(format, std::io::stderr);
-}
-
-/// As [`init_log`], for a process whose standard error is a file: the file keeps the newest 1 MiB.
-pub fn init_pod_log(format: LogFormat) {
-    init(format, BoundedLog::stderr());
-}
-
-fn init(format: LogFormat, writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static) {
-    let configured = std::env::var("NACELLE_LOG").ok().and_then(|filter| filter.parse().ok());
-    let filter = configured.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(false).log_internal_errors(false);
-    let registry = tracing_subscriber::registry();
-    match format {
-        LogFormat::Text => registry.with(layer.with_target(false).with_filter(filter)).init(),
-        LogFormat::Json => registry.with(layer.json().with_filter(filter)).init(),
-    }
-}
-
-/// Starts logging to standard output, which a machine pod's flight recorder keeps together with the guest's console.
-pub fn init_recorder_log() {
-    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stdout).with_ansi(false).with_target(false);
-    let filter = Targets::new().with_default(LevelFilter::INFO);
-    tracing_subscriber::registry().with(layer.with_filter(filter)).init();
+/// Returns the version, and the commit from which this program was built if the build knew it.
+pub fn version() -> String {
+    let commit = option_env!("NACELLE_COMMIT").map(|commit| format!(" ({commit})")).unwrap_or_default();
+    format!("{}{commit}", env!("CARGO_PKG_VERSION"))
 }
 
 /// Raises the soft limit on open files to the hard limit. The usual soft limit of 1024 is for programs that use select(2), and

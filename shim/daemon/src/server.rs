@@ -8,6 +8,7 @@ use crate::grpc_connection::GrpcConnection;
 use crate::lifecycle::services::{Networks, Pods};
 use crate::lifecycle::template::Templates;
 use crate::lifecycle::{EngineChoice, Events, Node, NodeServices};
+use crate::log::LogControl;
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
 use crate::streaming::NodeStreams;
@@ -226,11 +227,12 @@ fn open_images(config: &Config, unpack: &Path) -> Result<nacelle_image::ImageSto
     }
 }
 
-/// Serves the node until `end`, and reports the state to the service manager.
+/// Serves the node until `end`, and reports the state to the service manager. Clients may change the filter of `log`.
 pub async fn serve(
     node: Node,
     supervisor: Supervisor,
     claim: ServeClaim,
+    log: LogControl,
     end: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
     let socket = node.services().config.paths.socket.clone();
@@ -266,7 +268,7 @@ pub async fn serve(
                 .max_decoding_message_size(MESSAGE_LIMIT),
         )
         .add_service(ImageServiceServer::new(cri).max_encoding_message_size(MESSAGE_LIMIT))
-        .add_service(NodeServer::new(NodeService::new(node)))
+        .add_service(NodeServer::new(NodeService::new(node, log)))
         .add_service(MachinesServer::new(VmService::new(machine_pods)).max_encoding_message_size(MESSAGE_LIMIT))
         .serve_with_incoming_shutdown(connections, async move {
             end.await;

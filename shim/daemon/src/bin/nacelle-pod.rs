@@ -2,12 +2,13 @@
 //! (`nacelle-pod --template DIR`). It is a binary of its own because
 //! each pod holds it in memory: code that it does not contain costs no pod anything.
 
-use nacelle_daemon::program::{self, LogFormat};
+use nacelle_daemon::log::{self, LogFormat};
+use nacelle_daemon::program;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let json = std::env::var_os(LogFormat::VARIABLE).is_some_and(|format| format == "json");
-    program::init_pod_log(if json { LogFormat::Json } else { LogFormat::Text });
+    log::init_pod_log(if json { LogFormat::Json } else { LogFormat::Text });
     program::raise_file_limit();
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {

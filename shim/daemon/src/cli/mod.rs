@@ -6,6 +6,7 @@ mod finding;
 mod hardening;
 mod image;
 mod jail_report;
+mod log;
 mod machines;
 mod overhead;
 mod pods;
@@ -14,7 +15,8 @@ mod table;
 mod templates;
 mod vm;
 
-use crate::program::{LogFormat, init_log, raise_file_limit};
+use crate::log::{LogFormat, init_log};
+use crate::program::raise_file_limit;
 use crate::supervision::Supervisor;
 use anyhow::Context;
 use clap::{Parser, Subcommand};
@@ -79,13 +81,20 @@ enum Command {
         #[command(subcommand)]
         command: vm::VmCommand,
     },
+    /// Shows which events the daemon logs, or changes it until the daemon is restarted or reads its configuration again (SIGHUP).
+    Log {
+        #[command(flatten)]
+        config: ConfigArgument,
+        /// Levels and MODULE=LEVEL, divided by commas: "debug", "warn,nacelle_image=trace".
+        filter: Option<crate::log::LogFilter>,
+    },
     /// Serves admission webhooks over https, which check pods and VMs before the API server stores them.
     Admission(Box<admission::AdmissionArguments>),
     /// Prints the version.
     Version,
 }
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 struct ConfigArgument {
     /// The configuration file [default: /etc/nacelle/config.toml, if it exists].
     #[arg(long, global = true, value_name = "FILE")]
@@ -101,13 +110,13 @@ impl ConfigArgument {
 /// Parses the command line and runs the command.
 pub fn run() -> ExitCode {
     let cli = Cli::parse();
-    init_log(cli.log_format);
+    let log = init_log(cli.log_format);
     let result = match cli.command {
         Command::Serve(config) => {
             raise_file_limit();
             // Before any file is opened and any thread is started.
             let supervisor = Supervisor::from_environment();
-            config.load().and_then(|config| serve::serve(config, supervisor?))
+            supervisor.map_err(Into::into).and_then(|supervisor| serve::serve(&config, supervisor, log))
         }
         Command::Check { config, overhead, jail } => config.load().and_then(|config| match jail {
             Some(pod) => jail_report::check_jail(&config, &pod),
@@ -118,12 +127,13 @@ pub fn run() -> ExitCode {
         Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
         Command::Templates { config, command } => config.load().and_then(|config| templates::run(&config, command)),
         Command::Vm { config, command } => vm::run(&config, command),
+        Command::Log { config, filter } => config.load().and_then(|config| log::run(&config, filter)),
         Command::Admission(admission) => {
             raise_file_limit();
             admission::run(*admission)
         }
         Command::Version => {
-            println!("nacelle {}", env!("CARGO_PKG_VERSION"));
+            println!("nacelle {}", crate::program::version());
             Ok(ExitCode::SUCCESS)
         }
     };

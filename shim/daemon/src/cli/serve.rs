@@ -1,19 +1,24 @@
 //! Implements `nacelle serve`, which runs the daemon.
 
-use crate::config::Config;
+use super::ConfigArgument;
+use crate::config::{Config, DEFAULT_PATH};
 use crate::lifecycle::services::Processes;
 use crate::lifecycle::{EngineChoice, Events};
+use crate::log::LogControl;
 use crate::program;
 use crate::server::{self, DaemonSetup};
 use crate::supervision::Supervisor;
 use crate::sys;
 use crate::user_range::check_user_range;
 use anyhow::Context;
+use nacelle_base::task::run_blocking;
 use nacelle_engine::probe;
 use nacelle_pod::spec::Accelerator;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::task::AbortOnDropHandle;
 
 /// Returns the engines of this node according to the probe of KVM, and the result of the probe.
 pub(super) fn probe_engine() -> (EngineChoice, probe::KvmVerdict) {
@@ -33,7 +38,15 @@ pub(super) fn probe_engine() -> (EngineChoice, probe::KvmVerdict) {
     (choice, verdict)
 }
 
-pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Result<ExitCode> {
+pub(super) fn serve(
+    argument: &ConfigArgument,
+    mut supervisor: Supervisor,
+    log: LogControl,
+) -> anyhow::Result<ExitCode> {
+    let config = argument.load()?;
+    log.configure(config.log.filter.as_ref());
+    let path = argument.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
+    tracing::info!(version = program::version(), config = %path.display(), log = %log.filter(), "nacelle begins");
     sys::set_malloc_thresholds();
     check_user_range(&config.jail)?;
     supervisor.status("recovering the pods of this node");
@@ -57,6 +70,9 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        let reload =
+            reload_at_hangup(signal(SignalKind::hangup())?, argument.clone(), setup.config.clone(), log.clone());
+        let _reload = AbortOnDropHandle::new(tokio::spawn(reload));
         let claim = server::claim(&setup.config, &mut supervisor).await?;
         let node = server::open(setup).await?;
         let end = async move {
@@ -66,7 +82,29 @@ pub(super) fn serve(config: Config, mut supervisor: Supervisor) -> anyhow::Resul
             }
             tracing::info!("stopping; pods continue to run");
         };
-        server::serve(node, supervisor, claim, end).await?;
+        server::serve(node, supervisor, claim, log, end).await?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// Reads the configuration again at each SIGHUP, and applies the log filter. The other settings are those of the start; the log
+/// names those that changed since. An invalid configuration changes nothing.
+async fn reload_at_hangup(mut hangup: Signal, argument: ConfigArgument, used: Config, log: LogControl) {
+    while hangup.recv().await.is_some() {
+        let argument = argument.clone();
+        let read = run_blocking("read the configuration", move || argument.load()).await;
+        match read.map_err(anyhow::Error::from).flatten() {
+            Err(error) => tracing::error!("the changed configuration is not used: {error:#}"),
+            Ok(config) => {
+                log.configure(config.log.filter.as_ref());
+                let waiting = used.keys_that_differ(&config).join(", ");
+                if waiting.is_empty() {
+                    tracing::info!(log = %log.filter(), "the configuration was read again");
+                } else {
+                    let log = log.filter();
+                    tracing::warn!(%log, waiting, "the configuration was read again; some settings need a restart of the daemon");
+                }
+            }
+        }
+    }
 }

@@ -11,6 +11,7 @@ pub use check::BrokenRule;
 pub use renamed::KeyConflict;
 pub use syntax::SyntaxError;
 
+use crate::log::LogFilter;
 use hosts::HostsError;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at};
@@ -49,8 +50,18 @@ pub struct Config {
     pub streaming: StreamingSettings,
     /// Registries and layers.
     pub images: ImageSettings,
+    /// The daemon's log.
+    pub log: LogSettings,
     /// The handlers that RuntimeClasses can name. If the file defines none, there is one with the name `default_handler`.
     pub handlers: BTreeMap<String, Handler>,
+}
+
+/// The daemon's log.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LogSettings {
+    /// Which events are logged, unless NACELLE_LOG says so; `None`: those from level info.
+    pub filter: Option<LogFilter>,
 }
 
 /// Paths of files and directories.
@@ -333,6 +344,7 @@ impl Default for Config {
             machines: MachineSettings::default(),
             streaming: StreamingSettings::default(),
             images: ImageSettings::default(),
+            log: LogSettings::default(),
             handlers: BTreeMap::new(),
         }
     }
@@ -536,6 +548,20 @@ impl Config {
             }
         }
         Ok(config)
+    }
+
+    /// Returns the top-level keys whose values differ in `other`, without `log`, which can change while the daemon runs.
+    pub fn keys_that_differ(&self, other: &Config) -> Vec<String> {
+        let values = |config| match serde_json::to_value(config) {
+            Ok(serde_json::Value::Object(values)) => values,
+            // Keys of the configuration are strings.
+            _ => serde_json::Map::new(),
+        };
+        let (own, others) = (values(self), values(other));
+        own.into_iter()
+            .filter(|(key, value)| key != "log" && others.get(key) != Some(value))
+            .map(|(key, _)| key)
+            .collect()
     }
 
     /// Parses and checks the text of a file, and logs a warning for each deprecated key; `path` is for errors.

@@ -7,6 +7,7 @@ mod events;
 mod image;
 mod list_stream;
 mod machine;
+mod request_log;
 mod runtime;
 mod sandbox;
 mod stats;
@@ -18,6 +19,7 @@ use crate::apparmor::Apparmor;
 use crate::lifecycle::Node;
 use list_stream::ListStream;
 use nacelle_proto::cri;
+use request_log::ChangingRequest;
 use status::not_yet;
 use tonic::{Request, Response, Status};
 
@@ -40,6 +42,17 @@ impl Cri {
     }
 }
 
+impl Cri {
+    /// Answers a request that changes something by `answer`, and logs it.
+    async fn logged<R: ChangingRequest>(
+        &self,
+        request: Request<R>,
+        answer: impl AsyncFnOnce(R) -> Result<R::Reply, Status>,
+    ) -> Answer<R::Reply> {
+        request_log::logged(&self.node, request.into_inner(), answer).await.map(Response::new)
+    }
+}
+
 type Answer<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
@@ -56,21 +69,21 @@ impl cri::runtime_service_server::RuntimeService for Cri {
     }
 
     async fn run_pod_sandbox(&self, request: Request<cri::RunPodSandboxRequest>) -> Answer<cri::RunPodSandboxResponse> {
-        self.on_run_pod_sandbox(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_run_pod_sandbox(request).await).await
     }
 
     async fn stop_pod_sandbox(
         &self,
         request: Request<cri::StopPodSandboxRequest>,
     ) -> Answer<cri::StopPodSandboxResponse> {
-        self.on_stop_pod_sandbox(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_stop_pod_sandbox(request).await).await
     }
 
     async fn remove_pod_sandbox(
         &self,
         request: Request<cri::RemovePodSandboxRequest>,
     ) -> Answer<cri::RemovePodSandboxResponse> {
-        self.on_remove_pod_sandbox(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_remove_pod_sandbox(request).await).await
     }
 
     async fn pod_sandbox_status(
@@ -98,25 +111,25 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         &self,
         request: Request<cri::CreateContainerRequest>,
     ) -> Answer<cri::CreateContainerResponse> {
-        self.on_create_container(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_create_container(request).await).await
     }
 
     async fn start_container(
         &self,
         request: Request<cri::StartContainerRequest>,
     ) -> Answer<cri::StartContainerResponse> {
-        self.on_start_container(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_start_container(request).await).await
     }
 
     async fn stop_container(&self, request: Request<cri::StopContainerRequest>) -> Answer<cri::StopContainerResponse> {
-        self.on_stop_container(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_stop_container(request).await).await
     }
 
     async fn remove_container(
         &self,
         request: Request<cri::RemoveContainerRequest>,
     ) -> Answer<cri::RemoveContainerResponse> {
-        self.on_remove_container(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_remove_container(request).await).await
     }
 
     async fn list_containers(
@@ -144,30 +157,30 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         &self,
         request: Request<cri::UpdateContainerResourcesRequest>,
     ) -> Answer<cri::UpdateContainerResourcesResponse> {
-        self.on_update_container_resources(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_update_container_resources(request).await).await
     }
 
     async fn reopen_container_log(
         &self,
         request: Request<cri::ReopenContainerLogRequest>,
     ) -> Answer<cri::ReopenContainerLogResponse> {
-        self.on_reopen_container_log(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_reopen_container_log(request).await).await
     }
 
     async fn exec_sync(&self, request: Request<cri::ExecSyncRequest>) -> Answer<cri::ExecSyncResponse> {
-        self.on_exec_sync(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_exec_sync(request).await).await
     }
 
     async fn exec(&self, request: Request<cri::ExecRequest>) -> Answer<cri::ExecResponse> {
-        self.on_exec(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_exec(request).await).await
     }
 
     async fn attach(&self, request: Request<cri::AttachRequest>) -> Answer<cri::AttachResponse> {
-        self.on_attach(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_attach(request).await).await
     }
 
     async fn port_forward(&self, request: Request<cri::PortForwardRequest>) -> Answer<cri::PortForwardResponse> {
-        self.on_port_forward(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_port_forward(request).await).await
     }
 
     async fn container_stats(
@@ -216,7 +229,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         &self,
         request: Request<cri::UpdateRuntimeConfigRequest>,
     ) -> Answer<cri::UpdateRuntimeConfigResponse> {
-        self.on_update_runtime_config(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_update_runtime_config(request).await).await
     }
 
     async fn status(&self, request: Request<cri::StatusRequest>) -> Answer<cri::StatusResponse> {
@@ -271,7 +284,7 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         &self,
         request: Request<cri::UpdatePodSandboxResourcesRequest>,
     ) -> Answer<cri::UpdatePodSandboxResourcesResponse> {
-        self.on_update_pod_sandbox_resources(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_update_pod_sandbox_resources(request).await).await
     }
 }
 
@@ -292,11 +305,11 @@ impl cri::image_service_server::ImageService for Cri {
     }
 
     async fn pull_image(&self, request: Request<cri::PullImageRequest>) -> Answer<cri::PullImageResponse> {
-        self.on_pull_image(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_pull_image(request).await).await
     }
 
     async fn remove_image(&self, request: Request<cri::RemoveImageRequest>) -> Answer<cri::RemoveImageResponse> {
-        self.on_remove_image(request.into_inner()).await.map(Response::new)
+        self.logged(request, async |request| self.on_remove_image(request).await).await
     }
 
     async fn image_fs_info(&self, request: Request<cri::ImageFsInfoRequest>) -> Answer<cri::ImageFsInfoResponse> {

@@ -308,8 +308,9 @@ impl World {
             let mut supervisor = Supervisor::default();
             let claim = server::claim(&setup.config, &mut supervisor).await.expect("the socket is free");
             let node = server::open(setup).await.expect("the daemon starts");
+            let (log, _) = nacelle_daemon::log::LogControl::new(nacelle_daemon::log::LogFilter::default());
             let _ = serving.send(());
-            server::serve(node, supervisor, claim, std::future::pending()).await.expect("the daemon serves");
+            server::serve(node, supervisor, claim, log, std::future::pending()).await.expect("the daemon serves");
         });
         let channel = self.run(async move {
             served.await.expect("the daemon starts");

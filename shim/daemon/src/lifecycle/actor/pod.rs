@@ -25,7 +25,9 @@ impl Actor {
             }
         };
         if next != self.pod.state {
-            tracing::info!(pod = %self.pod.id, from = ?self.pod.state, to = ?next, "pod");
+            let name = &self.pod.config.name;
+            let (namespace, name) = (&name.namespace, &name.name);
+            tracing::info!(pod = %self.pod.id, namespace, name, from = ?self.pod.state, to = ?next, "pod");
             self.pod.state = next;
             self.keep_pod().await;
         }

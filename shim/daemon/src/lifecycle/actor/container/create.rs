@@ -181,7 +181,10 @@ impl Actor {
                 ContainerEvent::Created
             }
             Err(error) => {
-                tracing::warn!(pod = %self.pod.id, container = %id, "not made: {}", Chain(&error));
+                // Otherwise the request has failed, and is logged.
+                if entry.record.answered {
+                    tracing::warn!(pod = %self.pod.id, container = %id, "not created: {}", Chain(&error));
+                }
                 entry.record.message = clip(&lead_with_reason(&Chain(&error).to_string()));
                 // Reported only after the cleanup, so that a repeated request finds nothing of the failed attempt.
                 entry.create_error = Some(error);

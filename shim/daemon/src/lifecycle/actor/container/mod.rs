@@ -108,7 +108,14 @@ impl Actor {
                 entry.record.state = next;
                 let record = entry.record.clone();
                 if next != from {
-                    tracing::info!(pod = %self.pod.id, container = %id, ?from, to = ?next, "container");
+                    let ended = (next == ContainerState::Exited).then_some(&record);
+                    let exit_code = ended.map(|record| record.exit_code);
+                    let oom_killed = ended.map(|record| record.oom_killed);
+                    let why = ended.map(|record| record.message.as_str()).filter(|message| !message.is_empty());
+                    let name = &record.config.name;
+                    tracing::info!(
+                        pod = %self.pod.id, container = %id, name, ?from, to = ?next, exit_code, oom_killed, why, "container"
+                    );
                 }
                 let kept = self.services.store.commit(vec![Change::Container(record.into())]).await;
                 self.log_unkept(kept);
