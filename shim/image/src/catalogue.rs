@@ -1,6 +1,7 @@
 //! Keeps the list of images on disk: one JSON file, replaced atomically at each change. Readers use the published copy in memory
 //! and never wait for the disk.
 
+use crate::directory::{ContentKey, ContentKind};
 use crate::{ImageError, ImageRecord, ImageUser, Reference};
 use nacelle_base::files::{at, write_whole};
 use nacelle_model::digest::{Digest, ImageId};
@@ -40,12 +41,44 @@ pub struct StoredImage {
     pub blobs: Vec<(Digest, u64)>,
     /// The image was removed while it was in use.
     pub removed: bool,
+    /// The length in bytes of the document that identifies the image; `None` in lists of Nacelle 0.1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub document_length: Option<u64>,
 }
+
+impl StoredImage {
+    /// Returns all content of the image, with the lengths in bytes of the main files as far as the list has them.
+    pub fn content(&self, id: &ImageId) -> Vec<(ContentKey, Option<u64>)> {
+        let first = [
+            ((ContentKind::Config, *id), self.document_length),
+            ((ContentKind::Tree, self.tree), Some(self.tree_length)),
+        ];
+        let blobs: BTreeMap<Digest, u64> = self.blobs.iter().copied().collect();
+        let layers: BTreeSet<Digest> = self.layers.iter().chain(blobs.keys()).copied().collect();
+        let layers = layers.into_iter().map(|layer| ((ContentKind::Layer, layer), blobs.get(&layer).copied()));
+        first.into_iter().chain(layers).collect()
+    }
+
+    /// Returns the text by which messages name the image: a tag or digest reference, otherwise the id.
+    pub fn display_name(&self, id: &ImageId) -> String {
+        self.tags.iter().chain(&self.digests).next().map_or_else(|| id.to_string(), String::clone)
+    }
+}
+
+/// Entries of the list that cannot be read, by their key. They stay as they are until a readable entry has the key.
+pub type UnreadableEntries = BTreeMap<String, serde_json::Value>;
 
 #[derive(Serialize)]
 struct WrittenCatalogue<'a> {
     version: u64,
-    images: &'a Images,
+    images: BTreeMap<String, WrittenEntry<'a>>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum WrittenEntry<'a> {
+    Known(&'a StoredImage),
+    Unreadable(&'a serde_json::Value),
 }
 
 #[derive(Deserialize)]
@@ -74,14 +107,16 @@ impl PublishedImages {
 pub struct ImageCatalogue {
     path: PathBuf,
     published: PublishedImages,
+    unreadable: UnreadableEntries,
 }
 
 impl ImageCatalogue {
-    /// Reads the list. A missing file is an empty list.
+    /// Reads the list. A missing file is an empty list. Sets entries aside that cannot be read.
     pub fn open(path: &Path) -> Result<ImageCatalogue, ImageError> {
         let bytes = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(ImageCatalogue { path: path.to_owned(), published: PublishedImages::default() });
+                let (published, unreadable) = Default::default();
+                return Ok(ImageCatalogue { path: path.to_owned(), published, unreadable });
             }
             other => other.map_err(at("read", path))?,
         };
@@ -90,9 +125,30 @@ impl ImageCatalogue {
         if file.version != FORMAT_VERSION {
             return Err(ImageError::Version { path: path.to_owned(), version: file.version, known: FORMAT_VERSION });
         }
+        let entries: BTreeMap<String, serde_json::Value> = serde_json::from_value(file.images).map_err(damaged)?;
+        let (mut images, mut unreadable) = (Images::new(), UnreadableEntries::new());
+        for (key, value) in entries {
+            match (key.parse::<ImageId>(), StoredImage::deserialize(&value)) {
+                (Ok(id), Ok(stored)) => drop(images.insert(id, stored)),
+                (Ok(_), Err(error)) => {
+                    tracing::warn!(
+                        path = %path.display(), image = key, %error,
+                        "an entry of the list of images is damaged; the image counts as absent until it is pulled again"
+                    );
+                    unreadable.insert(key, value);
+                }
+                (Err(error), _) => {
+                    tracing::warn!(
+                        path = %path.display(), %error,
+                        "an entry of the list of images is damaged; nacelle image verify --repair removes it"
+                    );
+                    unreadable.insert(key, value);
+                }
+            }
+        }
         let published = PublishedImages::default();
-        published.set(Arc::new(serde_json::from_value(file.images).map_err(damaged)?));
-        Ok(ImageCatalogue { path: path.to_owned(), published })
+        published.set(Arc::new(images));
+        Ok(ImageCatalogue { path: path.to_owned(), published, unreadable })
     }
 
     /// Returns the images.
@@ -105,17 +161,41 @@ impl ImageCatalogue {
         self.published.clone()
     }
 
+    /// Returns the entries that cannot be read. While there are any, it is not known which content is needed.
+    pub fn unreadable(&self) -> &UnreadableEntries {
+        &self.unreadable
+    }
+
     /// Changes the list, on disk and then in memory. Changes neither if the disk fails.
     pub fn update(&mut self, change: impl FnOnce(&mut Images)) -> Result<(), ImageError> {
         let before = self.images();
         let mut images = Images::clone(&before);
         change(&mut images);
         if images != *before {
-            let file = WrittenCatalogue { version: FORMAT_VERSION, images: &images };
-            let damaged = |source| ImageError::Catalogue { path: self.path.clone(), source };
-            write_whole(&self.path, &serde_json::to_vec(&file).map_err(damaged)?)?;
-            self.published.set(Arc::new(images));
+            self.write(Arc::new(images), self.unreadable.clone())?;
         }
+        Ok(())
+    }
+
+    /// Removes an entry that cannot be read. Returns whether there was one of this key, which may lack `sha256:`.
+    pub fn remove_unreadable(&mut self, key: &str) -> Result<bool, ImageError> {
+        let mut unreadable = self.unreadable.clone();
+        if unreadable.remove(key).is_none() && unreadable.remove(&format!("sha256:{key}")).is_none() {
+            return Ok(false);
+        }
+        self.write(self.images(), unreadable)?;
+        Ok(true)
+    }
+
+    fn write(&mut self, images: Arc<Images>, mut unreadable: UnreadableEntries) -> Result<(), ImageError> {
+        unreadable.retain(|key, _| !key.parse().is_ok_and(|id: ImageId| images.contains_key(&id)));
+        let known = images.iter().map(|(id, stored)| (id.to_string(), WrittenEntry::Known(stored)));
+        let kept = unreadable.iter().map(|(key, value)| (key.clone(), WrittenEntry::Unreadable(value)));
+        let file = WrittenCatalogue { version: FORMAT_VERSION, images: known.chain(kept).collect() };
+        let damaged = |source| ImageError::Catalogue { path: self.path.clone(), source };
+        write_whole(&self.path, &serde_json::to_vec(&file).map_err(damaged)?)?;
+        self.published.set(images);
+        self.unreadable = unreadable;
         Ok(())
     }
 }
@@ -204,6 +284,7 @@ mod tests {
             tree_length: 4096,
             blobs: vec![],
             removed: false,
+            document_length: None,
         }
     }
 
@@ -281,7 +362,63 @@ mod tests {
         let path = directory.path().join("index.json");
         std::fs::write(&path, r#"{"version":9}"#).unwrap();
         assert!(matches!(ImageCatalogue::open(&path), Err(ImageError::Version { version: 9, .. })));
+        for whole in ["", "{", r#"{"version":1,"images":7}"#] {
+            std::fs::write(&path, whole).unwrap();
+            assert!(matches!(ImageCatalogue::open(&path), Err(ImageError::Catalogue { .. })), "{whole}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_entry_is_kept_apart_from_the_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.json");
+        let (a, b) = (Digest([1; 32]), Digest([2; 32]));
+        let mut catalogue = ImageCatalogue::open(&path).unwrap();
+        let both = [(a, stored(&["a"], &[], "")), (b, stored(&["b"], &[], ""))];
+        catalogue.update(|images| images.extend(both.clone())).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (first, rest) = text.split_once("\"tree_length\"").unwrap();
+        std::fs::write(&path, format!("{first}\"tree_lenght\"{rest}")).unwrap();
+        let mut catalogue = ImageCatalogue::open(&path).unwrap();
+        assert_eq!(catalogue.images().keys().collect::<Vec<_>>(), [&b]);
+        assert_eq!(catalogue.unreadable().keys().collect::<Vec<_>>(), [&a.to_string()]);
+        // A change of the list keeps the entry, and a new entry of its key replaces it.
+        catalogue.update(|images| drop(images.remove(&b))).unwrap();
+        let mut catalogue = ImageCatalogue::open(&path).unwrap();
+        assert_eq!((catalogue.images().len(), catalogue.unreadable().len()), (0, 1));
+        catalogue.update(|images| images.extend(both.clone())).unwrap();
+        let catalogue = ImageCatalogue::open(&path).unwrap();
+        assert_eq!((catalogue.images().len(), catalogue.unreadable().len()), (2, 0));
+        // A key that is no id is removed by name only.
         std::fs::write(&path, r#"{"version":1,"images":{"x":{}}}"#).unwrap();
-        assert!(matches!(ImageCatalogue::open(&path), Err(ImageError::Catalogue { .. })));
+        let mut catalogue = ImageCatalogue::open(&path).unwrap();
+        assert!(!catalogue.remove_unreadable("y").unwrap() && catalogue.remove_unreadable("x").unwrap());
+        assert_eq!(ImageCatalogue::open(&path).unwrap().unreadable().len(), 0);
+    }
+
+    #[test]
+    fn a_list_of_nacelle_0_1_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.json");
+        let digest = |byte| Digest([byte; 32]);
+        let list = format!(
+            r#"{{"version":1,"images":{{"{}":{{"tags":["t"],"digests":["d"],"user":"1","size":9,"added":8,"layers":["{}","{}"],
+            "tree":"{}","tree_length":4096,"blobs":[["{}",8192]],"removed":false}}}}}}"#,
+            digest(1),
+            digest(2),
+            digest(3),
+            digest(4),
+            digest(3)
+        );
+        std::fs::write(&path, list).unwrap();
+        let catalogue = ImageCatalogue::open(&path).unwrap();
+        let content = catalogue.images()[&digest(1)].content(&digest(1));
+        let expected = [
+            ((ContentKind::Config, digest(1)), None),
+            ((ContentKind::Tree, digest(4)), Some(4096)),
+            ((ContentKind::Layer, digest(2)), None),
+            ((ContentKind::Layer, digest(3)), Some(8192)),
+        ];
+        assert_eq!(content, expected);
     }
 }

@@ -1,12 +1,15 @@
 //! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` and
 //! `trees/`, each file named by a digest. A layer's `.blob` counts only with its `.idx`. Its `.origins` lists the registries that have
 //! delivered it and is the only file that changes. `partial/` holds the downloads of unfinished layers, `work/` files that are not yet
-//! visible. The pins are a leaf lock, taken after the catalogue's.
+//! visible. The `.sum` of a layer or of metadata has the digests of the files (`crate::sums`). The pins are a leaf lock, taken after the
+//! catalogue's.
 
+use crate::sums::ContentSums;
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at, remove_if_there};
 use nacelle_model::digest::Digest;
+use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -19,7 +22,8 @@ use std::time::{Duration, Instant};
 const LEFTOVER_RETENTION: Duration = Duration::from_secs(3600);
 
 /// A kind of content, which is also its directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ContentKind {
     /// Image configurations.
     Config,
@@ -102,7 +106,7 @@ impl Drop for TemporaryFile {
 }
 
 impl StoreDirectory {
-    /// Creates missing directories, takes the lock, and removes what a crash left unfinished.
+    /// Creates missing directories and takes the lock. The caller calls `remove_leftovers` next.
     pub fn open(root: &Path) -> Result<StoreDirectory, ImageError> {
         let make =
             |path: &Path| fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at("create", path));
@@ -120,12 +124,12 @@ impl StoreDirectory {
             make(&root.join(kind.directory_name()))?;
         }
         make(&root.join("work"))?;
-        let directory = StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock };
-        directory.remove_leftovers()?;
-        Ok(directory)
+        Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock })
     }
 
-    fn remove_leftovers(&self) -> Result<(), ImageError> {
+    /// Removes what a crash left unfinished. `live` is the content of all images, whose files stay even if some are missing; `None`
+    /// if it is not known, so that all content stays.
+    pub fn remove_leftovers(&self, live: Option<&HashSet<ContentKey>>) -> Result<(), ImageError> {
         draft::remove_stale_drafts(&self.root)?;
         for path in list_paths(&self.root.join("work"))? {
             remove_if_there(&path)?;
@@ -134,7 +138,8 @@ impl StoreDirectory {
         for kind in ContentKind::ALL {
             for path in list_paths(&self.root.join(kind.directory_name()))? {
                 let whole = kind != ContentKind::Layer || path.with_extension("idx").exists();
-                match parse_key(kind, &path).filter(|_| whole) {
+                let is_live = |key: &ContentKey| live.is_none_or(|live| live.contains(key));
+                match parse_key(kind, &path).filter(|key| whole || is_live(key)) {
                     Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
                     None => remove_if_there(&path)?,
                 }
@@ -150,6 +155,11 @@ impl StoreDirectory {
     /// Returns the path of the list of images.
     pub fn catalogue_path(&self) -> PathBuf {
         self.root.join("index.json")
+    }
+
+    /// Returns the path of the record of damaged content.
+    pub fn health_path(&self) -> PathBuf {
+        self.root.join("health.json")
     }
 
     /// Returns the store's directory.
@@ -177,6 +187,11 @@ impl StoreDirectory {
         self.path((ContentKind::Layer, diff_id)).with_extension("origins")
     }
 
+    /// Returns the path of the sums of this content, which is a layer or metadata.
+    pub fn sums_path(&self, key: ContentKey) -> PathBuf {
+        self.path(key).with_extension("sum")
+    }
+
     /// Protects this content, whether it exists or not, until the pin is dropped.
     pub fn pin(&self, key: ContentKey) -> Pin {
         let mut pins = self.pins();
@@ -188,11 +203,6 @@ impl StoreDirectory {
         pin
     }
 
-    /// Returns whether a layer is complete.
-    pub fn has_layer(&self, diff_id: Digest) -> bool {
-        self.index_path(diff_id).exists()
-    }
-
     /// Creates an empty temporary file.
     pub fn create_temporary(&self) -> Result<TemporaryFile, FileError> {
         let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
@@ -201,27 +211,46 @@ impl StoreDirectory {
         Ok(TemporaryFile { path, file })
     }
 
-    /// Makes a layer of its blob and its index, which are synced.
-    pub fn commit_layer(&self, diff_id: Digest, blob: TemporaryFile, index: TemporaryFile) -> Result<(), FileError> {
-        let path = self.path((ContentKind::Layer, diff_id));
-        // A blob without index is not a layer, so the index comes last.
-        let renamed = blob.rename(&path).and_then(|()| index.rename(&self.index_path(diff_id)));
-        let kept = renamed.and_then(|()| sync_directory_of(&path));
+    /// Makes a layer of its blob and its index, which are synced. Replaces a damaged layer; open files of that one stay readable.
+    pub fn commit_layer(
+        &self,
+        diff_id: Digest,
+        blob: TemporaryFile,
+        index: TemporaryFile,
+        sums: &ContentSums,
+    ) -> Result<(), FileError> {
+        let key = (ContentKind::Layer, diff_id);
+        let (path, sums_path, index_path) = (self.path(key), self.sums_path(key), self.index_path(diff_id));
+        // A blob without index is not a layer, so the index goes first and comes last.
+        let removed = remove_if_there(&index_path);
+        let renamed = removed.and_then(|()| blob.rename(&path)).and_then(|()| sums.write(&sums_path));
+        let kept = renamed.and_then(|()| index.rename(&index_path)).and_then(|()| sync_directory_of(&path));
         if kept.is_err() {
-            remove_if_there(&self.index_path(diff_id))?;
-            remove_if_there(&path)?;
+            for path in [&index_path, &sums_path, &path] {
+                remove_if_there(path)?;
+            }
         }
         // Kept until an image uses it.
-        self.pins().unfinished.insert((ContentKind::Layer, diff_id), Instant::now());
+        self.pins().unfinished.insert(key, Instant::now());
         kept
     }
 
-    /// Makes a file the metadata of an image.
-    pub fn commit_tree(&self, tree: Digest, metadata: TemporaryFile) -> Result<(), FileError> {
-        let path = self.path((ContentKind::Tree, tree));
+    /// Makes a file the metadata of an image. Replaces damaged metadata; an open file of those stays readable.
+    pub fn commit_tree(&self, tree: Digest, metadata: TemporaryFile, sums: &ContentSums) -> Result<(), FileError> {
+        let (path, sums_path) = (self.path((ContentKind::Tree, tree)), self.sums_path((ContentKind::Tree, tree)));
         metadata.file.sync_all().map_err(at("sync", &metadata.path))?;
+        // Sums of other metadata would say that these are damaged.
+        remove_if_there(&sums_path)?;
         metadata.rename(&path)?;
+        sums.write(&sums_path)?;
         sync_directory_of(&path)
+    }
+
+    /// Removes metadata that do not fit their layers any more.
+    pub fn remove_tree(&self, tree: Digest) -> Result<(), FileError> {
+        let key = (ContentKind::Tree, tree);
+        remove_if_there(&self.path(key))?;
+        remove_if_there(&self.sums_path(key))
     }
 
     /// Returns the lengths in bytes of a layer's index and blob.

@@ -2,6 +2,7 @@
 
 use crate::artifact::VM_ARTIFACT_TYPE;
 use crate::budget::BudgetError;
+use crate::damage::DamagedFile;
 use crate::erofs::ErofsError;
 use crate::layer::index::IndexError;
 use crate::layer::ingest::LayerError;
@@ -33,6 +34,14 @@ pub enum ImageError {
         /// The name that was requested.
         name: String,
     },
+    /// A file of the image is damaged or missing. The next pull repairs it.
+    #[error("image {image} is damaged: {file}; pull the image again, or load it again from its archive")]
+    Damaged {
+        /// The name or id of the image.
+        image: String,
+        /// The file and its damage.
+        file: Box<DamagedFile>,
+    },
     /// The short id matches several images.
     #[error("{name:?} is the beginning of the ids of several images; give more digits")]
     Ambiguous {
@@ -62,7 +71,11 @@ pub enum ImageError {
         known: u64,
     },
     /// The list of images cannot be read.
-    #[error("{path} is damaged", path = path.display())]
+    #[error(
+        "the list of images {path} is damaged; restore it, or move it away and pull the images again: the files of all images are then \
+         removed after an hour",
+        path = path.display()
+    )]
     Catalogue {
         /// The file.
         path: PathBuf,
@@ -275,7 +288,7 @@ pub enum ImageError {
     #[error(transparent)]
     Worker(#[from] WorkerError),
     /// A layer's index on disk is damaged.
-    #[error("{path} is damaged", path = path.display())]
+    #[error("{path} is damaged; pull the image again", path = path.display())]
     Index {
         /// The file.
         path: PathBuf,
@@ -348,7 +361,7 @@ impl Classify for ImageError {
             E::NotFound { .. } => FailureKind::NotFound,
             E::File(error) => error.kind(),
             E::SharedPull(error) => error.kind(),
-            E::Version { .. } | E::Locked { .. } => FailureKind::Conflict,
+            E::Version { .. } | E::Locked { .. } | E::Damaged { .. } => FailureKind::Conflict,
             E::Certificates { .. }
             | E::PrivateKey { .. }
             | E::ClientCertificate { .. }

@@ -45,8 +45,7 @@ impl StoreState {
         directory: &str,
         cancel: &Cancel,
     ) -> Result<Option<Vec<ImageFile>>, ImageError> {
-        let stored = self.published.images().get(&id).cloned();
-        let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
+        let stored = self.require_sound_image(&id)?;
         let Some(found) = self.find_files(&stored.layers, directory, None, cancel)? else { return Ok(None) };
         let file = |found: FoundFile| {
             let blob = self.directory.path((ContentKind::Layer, *stored.layers.get(found.layer)?));
@@ -68,8 +67,7 @@ impl StoreState {
         to: &mut File,
         cancel: &Cancel,
     ) -> Result<CopyOutcome, ImageError> {
-        let stored = self.published.images().get(&id).cloned();
-        let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
+        let stored = self.require_sound_image(&id)?;
         let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
         let found = self.find_files(&stored.layers, directory, Some(name), cancel)?;
         let found = found.unwrap_or_default().into_iter().find(|found| found.name == name);

@@ -6,7 +6,9 @@
 
 use crate::budget::{Budget, Cancel, MemoryPool};
 use crate::catalogue::{ImageCatalogue, Images, PublishedImages, StoredImage, find_image, remove_image};
-use crate::directory::{ContentKind, Pin, StoreDirectory, delete_files};
+use crate::damage::{DamageRecord, DamagedFile, FileDamage};
+use crate::directory::{ContentKey, ContentKind, Pin, StoreDirectory, delete_files};
+use crate::health::damaged_error;
 use crate::layer::file_tar::{FileTar, MAX_FRAME};
 use crate::layer::ingest::{LayerError, LayerLimits};
 use crate::manifest::Descriptor;
@@ -14,6 +16,7 @@ use crate::origins::{self, LayerOrigin};
 use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
+use crate::sums::{ContentSums, sum_path};
 use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_file, unpack_layer};
 use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
@@ -52,16 +55,18 @@ pub struct StoreState {
     pub catalogue: Mutex<ImageCatalogue>,
     /// The list of images, for readers.
     pub published: PublishedImages,
+    /// The known damage of files.
+    pub damage: DamageRecord,
 }
 
 impl StoreState {
     /// Locks the list of images for a change.
-    fn catalogue(&self) -> MutexGuard<'_, ImageCatalogue> {
+    pub fn lock_catalogue(&self) -> MutexGuard<'_, ImageCatalogue> {
         self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gives names to an image if its repository has delivered the same manifest before: the image has one of these digest references
-    /// already. Returns whether it did.
+    /// already. Returns whether it did; false if the image is damaged.
     pub async fn assign_names_if_delivered(
         self: &Arc<Self>,
         id: ImageId,
@@ -69,8 +74,12 @@ impl StoreState {
     ) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
+            if shared.is_damaged(&id)? {
+                tracing::info!(image = %id, "the store has a damaged copy of this image, which is repaired now");
+                return Ok(false);
+            }
             let mut known = false;
-            shared.catalogue().update(|images| {
+            shared.lock_catalogue().update(|images| {
                 known = images
                     .get(&id)
                     .is_some_and(|stored| names.digests.iter().any(|name| stored.digests.contains(name)))
@@ -81,13 +90,16 @@ impl StoreState {
         .await?
     }
 
-    /// Gives names to an image of the store. Returns false if the store does not have it. The caller has verified that the
-    /// source has all of the image.
+    /// Gives names to an image of the store. Returns false if the store does not have it, or if it is damaged. The caller has verified
+    /// that the source has all of the image.
     pub async fn assign_names(self: &Arc<Self>, id: ImageId, names: ImageNames) -> Result<bool, ImageError> {
         let shared = Arc::clone(self);
         run_blocking("name an image", move || {
+            if shared.is_damaged(&id)? {
+                return Ok(false);
+            }
             let mut here = false;
-            shared.catalogue().update(|images| here = names.assign(images, &id))?;
+            shared.lock_catalogue().update(|images| here = names.assign(images, &id))?;
             Ok(here)
         })
         .await?
@@ -121,7 +133,8 @@ impl StoreState {
         pins: &[Pin],
         cancel: &Cancel,
     ) -> Result<ImageId, ImageError> {
-        self.check_free_space(&plan.layers)?;
+        let missing = self.missing_layers(plan.layers.iter().map(|layer| layer.name).collect()).await?;
+        self.check_free_space(&plan.layers, &missing)?;
         let layers: Vec<Digest> = plan.layers.iter().map(|layer| layer.name).collect();
         let mut fetches = JoinSet::new();
         let mut seen = HashSet::new();
@@ -151,8 +164,23 @@ impl StoreState {
         .await?
     }
 
-    fn check_free_space(&self, layers: &[LayerPlan]) -> Result<(), ImageError> {
-        let missing = layers.iter().filter(|layer| !self.directory.has_layer(layer.name));
+    /// Returns those of these layers that the store lacks or that are damaged.
+    async fn missing_layers(self: &Arc<Self>, names: HashSet<Digest>) -> Result<HashSet<Digest>, ImageError> {
+        let shared = Arc::clone(self);
+        run_blocking("check the layers of an image", move || {
+            let mut missing = HashSet::new();
+            for name in names {
+                if !shared.has_sound_layer(name)? {
+                    missing.insert(name);
+                }
+            }
+            Ok(missing)
+        })
+        .await?
+    }
+
+    fn check_free_space(&self, layers: &[LayerPlan], missing: &HashSet<Digest>) -> Result<(), ImageError> {
+        let missing = layers.iter().filter(|layer| missing.contains(&layer.name));
         let needed = missing.map(|layer| match (&layer.source, &layer.form) {
             // The download and the layer exist at the same time, and the layer is not compressed.
             (LayerSource::Registry(_, blob), LayerForm::File(_)) => blob.size.saturating_mul(2),
@@ -176,11 +204,16 @@ impl StoreState {
         cancel: Cancel,
     ) -> Result<(), ImageError> {
         let LayerPlan { name: diff_id, source, form } = layer;
-        let mut layer_lock = None;
-        if !self.directory.has_layer(diff_id) {
+        let is_sound = async || {
+            let shared = Arc::clone(&self);
+            run_blocking("check a layer", move || shared.has_sound_layer(diff_id)).await?
+        };
+        let (mut layer_lock, mut sound) = (None, is_sound().await?);
+        if !sound {
             layer_lock = Some(self.directory.pin((ContentKind::Layer, diff_id)).lock_owned().await);
+            sound = is_sound().await?;
         }
-        if self.directory.has_layer(diff_id) {
+        if sound {
             // No other pull waits for what follows, which may be slow.
             layer_lock = None;
             let may_reuse = match &source {
@@ -335,17 +368,33 @@ impl StoreState {
                 got: unpacked.diff_id,
             });
         }
-        if self.directory.has_layer(diff_id) {
+        if self.has_sound_layer(diff_id)? {
             return Ok(()); // It was downloaded to prove that the registry has it.
         }
-        Ok(self.directory.commit_layer(diff_id, blob, index)?)
+        let sums = ContentSums::new(sum_path(blob.path())?, Some(sum_path(index.path())?));
+        let key = (ContentKind::Layer, diff_id);
+        // Another version of Nacelle may have written the damaged blob in another layout.
+        if !matches!(self.read_sums(key)?, Ok(Some(before)) if before.main == sums.main) {
+            self.remove_trees_of_layer(diff_id)?;
+        }
+        self.directory.commit_layer(diff_id, blob, index, &sums)?;
+        if self.damage.set(key, None) {
+            tracing::info!(layer = %diff_id, "repaired a damaged layer");
+        }
+        Ok(())
     }
 
     /// Writes the tree, the document and the entry in the list. Blocks.
     fn commit_image(&self, plan: ImagePlan, layers: Vec<Digest>, cancel: &Cancel) -> Result<ImageId, ImageError> {
         let id = plan.id;
         let (tree, tree_length, blobs) = self.build_tree(&layers, cancel)?;
-        write_whole(&self.directory.path((ContentKind::Config, id)), &plan.document)?;
+        let config = (ContentKind::Config, id);
+        let document_length = plan.document.len() as u64;
+        let listed = self.published.images().contains_key(&id);
+        if !listed || self.check_content(config, Some(document_length))?.is_some() {
+            write_whole(&self.directory.path(config), &plan.document)?;
+            self.damage.set(config, None);
+        }
         let different: HashSet<Digest> = layers.iter().copied().collect();
         let parts = different
             .iter()
@@ -363,11 +412,19 @@ impl StoreState {
             tree_length,
             blobs,
             removed: false,
+            document_length: Some(document_length),
         };
-        self.catalogue().update(|images| {
-            images.entry(id).or_insert(stored);
+        self.lock_catalogue().update(|images| {
+            let repaired = images.get(&id).map(|before| StoredImage {
+                tags: before.tags.clone(),
+                digests: before.digests.clone(),
+                added: before.added,
+                ..stored.clone()
+            });
+            images.insert(id, repaired.unwrap_or(stored));
             plan.names.assign(images, &id);
         })?;
+        self.rebuild_lost_trees(cancel);
         Ok(id)
     }
 
@@ -386,7 +443,10 @@ impl StoreState {
         remove: Option<&str>,
         in_use: Option<&HashSet<ImageId>>,
     ) -> Result<(), ImageError> {
-        let mut catalogue = self.catalogue();
+        let mut catalogue = self.lock_catalogue();
+        if let Some(name) = remove {
+            catalogue.remove_unreadable(name)?;
+        }
         let remove = remove.map(|name| find_image(&catalogue.images(), name)).transpose()?.flatten();
         let before = needed_content(&catalogue.images());
         if let Some(in_use) = in_use {
@@ -397,6 +457,10 @@ impl StoreState {
         }
         let live = needed_content(&catalogue.images());
         self.directory.unprotect(before.difference(&live).copied());
+        if !catalogue.unreadable().is_empty() {
+            return Ok(()); // Their images may need any content.
+        }
+        self.damage.retain(&live);
         let detached = self.directory.detach_unneeded(&live)?;
         drop(catalogue);
         Ok(delete_files(detached)?)
@@ -409,18 +473,20 @@ impl StoreState {
         }
         let path = self.directory.path((ContentKind::Config, id));
         let bytes = std::fs::read(&path).map_err(at("read", &path))?;
+        let found = Digest::of(&bytes);
+        if found != id {
+            let file = DamagedFile { path, damage: FileDamage::Content { found, expected: id } };
+            self.damage.set((ContentKind::Config, id), Some(file.clone()));
+            return Err(damaged_error(&id, stored, file));
+        }
         let parsed = manifest::parse_config(&bytes);
         Ok(parsed.map_err(|source| ImageError::Manifest { what: format!("configuration {id}"), source })?.0)
     }
 }
 
 /// Returns all content that these images need.
-fn needed_content(images: &Images) -> HashSet<(ContentKind, Digest)> {
-    let of = |(id, stored): (&ImageId, &StoredImage)| {
-        let layers: Vec<_> = stored.layers.iter().map(|diff_id| (ContentKind::Layer, *diff_id)).collect();
-        layers.into_iter().chain([(ContentKind::Config, *id), (ContentKind::Tree, stored.tree)])
-    };
-    images.iter().flat_map(of).collect()
+pub fn needed_content(images: &Images) -> HashSet<ContentKey> {
+    images.iter().flat_map(|(id, stored)| stored.content(id)).map(|(key, _)| key).collect()
 }
 
 /// Returns the name of the metadata of these layers. The number in it changes whenever the writer's output changes.

@@ -18,12 +18,15 @@ mod artifact;
 mod budget;
 mod catalogue;
 mod config;
+mod damage;
 mod directory;
 mod erofs;
 mod error;
 mod files;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
+mod health;
+mod idle;
 mod install;
 mod layer;
 mod load;
@@ -36,7 +39,9 @@ mod reference;
 mod registry;
 mod small;
 mod store;
+mod sums;
 mod tree;
+mod verify;
 mod wire;
 mod worker;
 
@@ -47,6 +52,7 @@ pub use artifact::{
 pub use config::{
     Auth, ClientCertificate, DEFAULT_REGISTRY, ImageStoreConfig, ImageWorkerConfig, ProxyConfig, RegistryConfig,
 };
+pub use damage::{DamagedFile, FileDamage, ImageDamage, ImageVerification};
 pub use directory::LAYERS;
 pub use error::ImageError;
 pub use files::{CopyOutcome, ImageFile};

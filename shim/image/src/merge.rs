@@ -3,15 +3,17 @@
 
 use crate::ImageError;
 use crate::budget::{Budget, BudgetError, Cancel};
+use crate::directory::ContentKind;
 use crate::erofs::MAX_METADATA;
 use crate::install::{StoreState, tree_name};
 use crate::layer::index::MAX_FILE_CHUNKS;
 use crate::layer::{BLOCK, MAX_PATH, PIECE};
+use crate::sums::{ContentSums, sum_path};
 use crate::worker::{
     FoundFile, Job, JobError, JobFigures, Launch, LayerHeader, Supervision, WorkerEnd, WorkerError, WorkerStreams,
 };
 use nacelle_base::files::at;
-use nacelle_base::json;
+use nacelle_base::{Chain, json};
 use nacelle_model::digest::Digest;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -32,11 +34,19 @@ pub type BuiltTree = (Digest, u64, Vec<(Digest, u64)>);
 type WorkerResult = Result<(JobFigures, Vec<u8>), ImageError>;
 
 impl StoreState {
-    /// Returns the metadata of these layers, and writes them unless another image has the same.
+    /// Returns the metadata of these layers, and writes them unless another image has the same, undamaged.
     pub fn build_tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
-        if let Some(same) = self.published.images().values().find(|stored| stored.tree == tree) {
-            return Ok((tree, same.tree_length, same.blobs.clone()));
+        let key = (ContentKind::Tree, tree);
+        for same in self.published.images().values().filter(|stored| stored.tree == tree) {
+            let blobs = same.blobs.iter().map(|(layer, length)| ((ContentKind::Layer, *layer), *length));
+            let mut sound = true;
+            for (key, length) in [(key, same.tree_length)].into_iter().chain(blobs) {
+                sound &= self.check_content(key, Some(length))?.is_none();
+            }
+            if sound {
+                return Ok((tree, same.tree_length, same.blobs.clone()));
+            }
         }
         let layers = self.layer_headers(diff_ids)?;
         let mut budget = self.image_budget(&layers, cancel)?;
@@ -48,7 +58,11 @@ impl StoreState {
         let (used, steps) = check_metadata(figures, length, layers.len())
             .map_err(|why| ImageError::Worker(WorkerError::Protocol { task: job.task(), why }))?;
         tracing::debug!(tree = %tree, bytes = budget.peak(), steps, "merged the layers of an image");
-        self.directory.commit_tree(tree, metadata)?;
+        let sums = ContentSums::new(sum_path(metadata.path())?, None);
+        self.directory.commit_tree(tree, metadata, &sums)?;
+        if self.damage.set(key, None) {
+            tracing::info!(tree = %tree, "repaired the damaged metadata of an image");
+        }
         let used = used.iter().filter_map(|layer| layers.get(*layer)).map(|layer| (layer.diff_id, layer.blob_length));
         Ok((tree, length, used.collect()))
     }
@@ -190,7 +204,13 @@ impl StoreState {
     fn merge_error(&self, error: JobError, layers: &[LayerHeader], task: &'static str) -> ImageError {
         match error {
             JobError::Index { layer, source } => match layers.get(layer) {
-                Some(layer) => ImageError::Index { path: self.directory.index_path(layer.diff_id), source },
+                Some(layer) => {
+                    // The worker may be wrong about a layer that other images use, too.
+                    if let Err(error) = self.verify_layer(layer.diff_id) {
+                        tracing::warn!(error = %Chain(&error), "cannot verify a layer whose index seems to be damaged");
+                    }
+                    ImageError::Index { path: self.directory.index_path(layer.diff_id), source }
+                }
                 None => ImageError::Worker(WorkerError::Protocol { task, why: "it names a layer that does not exist" }),
             },
             JobError::Tree(error) => ImageError::Tree(error),

@@ -2,9 +2,10 @@
 
 use crate::budget::{Cancel, MemoryPool};
 use crate::catalogue::{ImageCatalogue, find_image, image_record};
+use crate::damage::DamageRecord;
 use crate::directory::{ContentKind, StoreDirectory};
 use crate::files::{CopyOutcome, ImageFile};
-use crate::install::StoreState;
+use crate::install::{StoreState, needed_content};
 use crate::registry::HttpClients;
 use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -20,7 +21,7 @@ use tokio::task::AbortHandle;
 /// The images of this node. A cheap handle: clones share one store.
 #[derive(Clone)]
 pub struct ImageStore {
-    shared: Arc<StoreState>,
+    pub(crate) shared: Arc<StoreState>,
     pulls: Arc<Mutex<HashMap<PullKey, Weak<OngoingPull>>>>,
 }
 
@@ -123,18 +124,24 @@ pub struct FsInfo {
 
 impl ImageStore {
     /// Opens the store in this directory, which is created if it is missing. Completes or rolls back what a crash left
-    /// unfinished. Blocks; called once at the start of the process. Fails if another process has the store open.
+    /// unfinished, and logs which images have lost files. Blocks; called once at the start of the process. Fails if another process
+    /// has the store open.
     pub fn open(root: &Path, config: ImageStoreConfig) -> Result<ImageStore, ImageError> {
         let pinned = config.pinned.iter().map(|name| Reference::parse(name).map(|reference| reference.to_string()));
         let pinned = pinned.collect::<Result<_, _>>()?;
         let directory = StoreDirectory::open(root)?;
         let catalogue = ImageCatalogue::open(&directory.catalogue_path())?;
+        let live = needed_content(&catalogue.images());
+        directory.remove_leftovers(Some(&live).filter(|_| catalogue.unreadable().is_empty()))?;
+        let damage = DamageRecord::open(&directory.health_path());
         let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
         let http = Arc::new(HttpClients::new(config.clone()));
         let pool = MemoryPool::new(config.unpack_memory()?);
         let layers = Semaphore::new(config.layers_at_a_time());
-        let shared = Arc::new(StoreState { config, pinned, directory, http, layers, pool, catalogue, published });
+        let shared =
+            Arc::new(StoreState { config, pinned, directory, http, layers, pool, catalogue, published, damage });
         shared.collect_garbage_blocking(None, None)?;
+        shared.check_all_images();
         Ok(ImageStore { shared, pulls: Arc::default() })
     }
 
@@ -180,7 +187,7 @@ impl ImageStore {
         load::load(&self.shared, path, name).await
     }
 
-    /// Returns all images, ordered by id.
+    /// Returns all images, ordered by id, also those with damaged files.
     pub fn list(&self) -> Vec<ImageRecord> {
         let images = self.shared.published.images();
         let listed = images.iter().filter(|(_, stored)| !stored.removed);
@@ -188,11 +195,31 @@ impl ImageStore {
     }
 
     /// Returns the image of this reference, id (with or without `sha256:`), or prefix of an id (3 digits or more); `None` if
-    /// there is no such image or the text is not a valid name.
+    /// there is no such image, the text is not a valid name, or the image is known to be damaged. Does not block.
     pub fn status(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
         let images = self.shared.published.images();
         let id = find_image(&images, name)?;
-        Ok(id.and_then(|id| Some(image_record(&id, images.get(&id)?, &self.shared.pinned))))
+        let found = id.and_then(|id| Some((id, images.get(&id)?)));
+        let sound = found.filter(|(id, stored)| !self.shared.is_known_damaged(id, stored));
+        Ok(sound.map(|(id, stored)| image_record(&id, stored, &self.shared.pinned)))
+    }
+
+    /// Returns the image of this name like `status`, after a look at its files.
+    ///
+    /// # Errors
+    ///
+    /// `Damaged`, with the file, if one of them is missing, has another length, or is known to be damaged.
+    pub async fn find_sound(&self, name: &str) -> Result<Option<ImageRecord>, ImageError> {
+        let (shared, name) = (Arc::clone(&self.shared), name.to_owned());
+        run_blocking("check the files of an image", move || {
+            let Some(id) = find_image(&shared.published.images(), &name)? else { return Ok(None) };
+            match shared.require_sound_image(&id) {
+                Ok(stored) => Ok(Some(image_record(&id, &stored, &shared.pinned))),
+                Err(ImageError::NotFound { .. }) => Ok(None), // It was removed meanwhile.
+                Err(error) => Err(error),
+            }
+        })
+        .await?
     }
 
     /// Removes an image with all its names. Succeeds if there is no such image. If its id is among `in_use`, its files stay and
@@ -247,11 +274,14 @@ impl ImageStore {
     }
 
     /// Returns the root file system of an image, which must be in the store or have been in use since it was removed.
+    ///
+    /// # Errors
+    ///
+    /// `Damaged`, with the file, if a file of the image is missing, has another length, or is known to be damaged.
     pub async fn rootfs(&self, id: &ImageId) -> Result<RootFs, ImageError> {
         let (shared, id) = (Arc::clone(&self.shared), *id);
         run_blocking("find the root file system of an image", move || {
-            let stored = shared.published.images().get(&id).cloned();
-            let stored = stored.ok_or_else(|| ImageError::NotFound { name: id.to_string() })?;
+            let stored = shared.require_sound_image(&id)?;
             let tree = (ContentKind::Tree, stored.tree, stored.tree_length);
             let blobs = stored.blobs.iter().map(|&(diff_id, length)| (ContentKind::Layer, diff_id, length));
             let extents = [tree].into_iter().chain(blobs).map(|(part, digest, length)| Extent {

@@ -18,8 +18,8 @@ pub const MAX_FILE_CHUNKS: u64 = 1 << 16;
 const PADDED_NUMBER_BYTES: usize = 10;
 /// The bytes before the entries: the magic, the length of the blob and the number of entries.
 const HEADER_BYTES: usize = MAGIC.len() + 2 * PADDED_NUMBER_BYTES;
-/// The length in bytes of the checksum at the end.
-const CHECKSUM_BYTES: usize = 32;
+/// The length in bytes of the checksum at the end: the SHA-256 of all bytes before it.
+pub const CHECKSUM_BYTES: usize = 32;
 /// The length in bytes of an index without entries.
 pub const MIN_INDEX_BYTES: u64 = (HEADER_BYTES + CHECKSUM_BYTES) as u64;
 /// The least number of bytes by which the buffer of an index grows.

@@ -65,7 +65,8 @@ async fn fills(image: Image, text: &str) {
     let before = store.list();
     assert_eq!(store.pull(&name("large"), None).await.unwrap_err().kind(), FailureKind::Exhausted);
     assert_eq!(store.list(), before);
-    assert_eq!(files(small.0.path()).len(), 5);
+    // Configuration, blob, index, origins and metadata, and the sums of the layer and of the metadata.
+    assert_eq!(files(small.0.path()).len(), 7);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -331,5 +331,5 @@ async fn pulls_of_the_same_image_are_one() {
     }
     let layers = server.asked().iter().filter(|asked| asked.path.contains(&good.layers[0])).count();
     assert_eq!(layers, 1);
-    assert_eq!(files(directory.path(), "layers"), 3); // .blob, .idx, .origins
+    assert_eq!(files(directory.path(), "layers"), 4); // .blob, .idx, .sum, .origins
 }

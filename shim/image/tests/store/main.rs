@@ -7,6 +7,7 @@ mod cost;
 mod crash;
 mod disk_full;
 mod file_artifact;
+mod health;
 mod hostile;
 mod possession;
 mod registry;
