@@ -5,7 +5,7 @@ use crate::lifecycle::Node;
 use crate::lifecycle::template::{TemplateEntry, TemplateKey, TemplateState};
 use crate::log::{LogControl, LogFilter};
 use nacelle_base::{Chain, FailureKind};
-use nacelle_image::Reference;
+use nacelle_image::{ImageVerification, Reference};
 use nacelle_proto::node;
 use std::path::Path;
 use tonic::{Request, Response, Status};
@@ -46,6 +46,15 @@ impl node::node_server::Node for NodeService {
             .map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names })
             .collect();
         Ok(Response::new(node::LoadImagesResponse { images }))
+    }
+
+    async fn verify_images(
+        &self,
+        request: Request<node::VerifyImagesRequest>,
+    ) -> Result<Response<node::VerifyImagesResponse>, Status> {
+        let node::VerifyImagesRequest { images, repair } = request.into_inner();
+        let report = self.node.services().images.verify(&images, repair).await.map_err(status)?;
+        Ok(Response::new(verification(report)))
     }
 
     async fn list_templates(
@@ -121,6 +130,20 @@ impl node::node_server::Node for NodeService {
         }
         Ok(Response::new(node::SetLogFilterResponse { filter: self.log.filter().to_string() }))
     }
+}
+
+/// Returns the result of a verification as a message. `nacelle image verify` uses it without a daemon, too.
+pub(crate) fn verification(report: ImageVerification) -> node::VerifyImagesResponse {
+    let damaged = report.damaged.into_iter().map(|damage| node::ImageDamage {
+        image: damage.image,
+        names: damage.names,
+        path: damage.path.display().to_string(),
+        damage: damage.damage.to_string(),
+        repaired: damage.repaired,
+        repair_error: damage.repair_error.unwrap_or_default(),
+    });
+    let (images, files, bytes) = (report.images, report.files, report.bytes);
+    node::VerifyImagesResponse { images, files, bytes, damaged: damaged.collect() }
 }
 
 fn template(key: &TemplateKey, entry: &TemplateEntry) -> node::Template {

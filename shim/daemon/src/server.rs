@@ -36,7 +36,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::task::AbortOnDropHandle;
 
 /// The largest message in bytes: the response to ExecSync with both streams full.
-const MESSAGE_LIMIT: usize = 40 << 20;
+pub(crate) const MESSAGE_LIMIT: usize = 40 << 20;
 /// Time for requests in progress when the daemon stops; their work continues without it.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
@@ -216,6 +216,14 @@ async fn collect_networks(node: Node) {
     }
 }
 
+/// Verifies the images at the configured interval, for as long as the daemon serves.
+async fn verify_images(node: Node) {
+    let interval = node.services().config.images.verify_interval;
+    if !interval.is_zero() {
+        node.services().images.verify_periodically(interval).await;
+    }
+}
+
 /// Opens the image store. A killed daemon or a command may hold its lock for a moment longer.
 fn open_images(config: &Config, unpack: &Path) -> Result<nacelle_image::ImageStore, ImageError> {
     let deadline = Instant::now() + LOCK_LIMIT;
@@ -252,6 +260,7 @@ pub async fn serve(
     let _controllers = AbortOnDropHandle::new(tokio::spawn(controllers::run(Arc::clone(&machine_pods))));
     let _owed_deletes = AbortOnDropHandle::new(tokio::spawn(retry_owed_deletes(node.clone())));
     let _networks = AbortOnDropHandle::new(tokio::spawn(collect_networks(node.clone())));
+    let _verification = AbortOnDropHandle::new(tokio::spawn(verify_images(node.clone())));
     let building = node.clone();
     let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
     let cri = Cri::new(node.clone(), streams);

@@ -5,7 +5,7 @@ mod common;
 
 use common::{World, pod_config};
 use nacelle_base::PodId;
-use nacelle_proto::{cri, pod};
+use nacelle_proto::{cri, node, pod};
 use proptest::prelude::*;
 use std::time::Duration;
 use tonic::{Code, Status};
@@ -172,6 +172,84 @@ fn a_container_that_cannot_be_made_is_not_there_and_one_that_cannot_start_has_en
         assert!(daemon.stop(&id).await.is_err());
         assert_eq!(daemon.status(&id).await.unwrap().state(), cri::ContainerState::ContainerRunning);
         daemon.stop(&id).await.unwrap();
+    });
+}
+
+#[test]
+fn no_container_is_created_from_a_damaged_image_and_the_cause_names_the_file() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let directory = world.config().paths.images();
+    world.run(async {
+        let pod = daemon.run_pod("a").await.unwrap();
+        let find = || cri::ImageStatusRequest {
+            image: Some(cri::ImageSpec { image: common::image::NAME.into(), ..Default::default() }),
+            verbose: true,
+        };
+        for part in ["configs", "trees", "layers"] {
+            let entries = std::fs::read_dir(directory.join(part)).unwrap().map(|entry| entry.unwrap().path());
+            let mut files = entries.filter(|path| path.extension().is_none_or(|end| end == "erofs" || end == "idx"));
+            let path = files.next().unwrap();
+            let content = std::fs::read(&path).unwrap();
+            let damages = [Some(&content[..content.len() / 2]), None];
+            for damaged in damages {
+                match damaged {
+                    Some(short) => std::fs::write(&path, short).unwrap(),
+                    None => std::fs::remove_file(&path).unwrap(),
+                }
+                let error = daemon.create(&pod, "c").await.unwrap_err();
+                assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+                let what = match damaged {
+                    Some(short) => format!("has {} bytes instead of {}", short.len(), content.len()),
+                    None => "is missing".to_owned(),
+                };
+                let message = format!("{} {what}; pull the image again", path.display());
+                assert!(error.message().contains(&message), "{error}");
+                // kubelet pulls an image that is absent.
+                assert!(daemon.images.image_status(find()).await.unwrap().into_inner().image.is_none());
+                std::fs::write(&path, &content).unwrap();
+                assert!(daemon.images.image_status(find()).await.unwrap().into_inner().image.is_some());
+            }
+        }
+        assert!(daemon.containers().await.is_empty());
+        daemon.create(&pod, "c").await.unwrap();
+    });
+}
+
+/// What the command prints is what the daemon has found.
+#[test]
+fn the_daemon_verifies_images_on_demand() {
+    let world = World::new();
+    let mut daemon = world.daemon();
+    let layers = world.config().paths.images().join("layers");
+    let mut node = world.node();
+    world.run(async {
+        let mut verify = async |images: &[&str], repair| {
+            let images = images.iter().map(|image| (*image).to_owned()).collect();
+            node.verify_images(node::VerifyImagesRequest { images, repair }).await.map(tonic::Response::into_inner)
+        };
+        let report = verify(&[], false).await.unwrap();
+        assert!(report.images == 1 && report.files == 4 && report.bytes > 0 && report.damaged.is_empty(), "{report:?}");
+        let mut entries = std::fs::read_dir(&layers).unwrap().map(|entry| entry.unwrap().path());
+        let blob = entries.find(|path| path.extension().is_some_and(|end| end == "blob")).unwrap();
+        let mut content = std::fs::read(&blob).unwrap();
+        content[0] ^= 1;
+        std::fs::write(&blob, content).unwrap();
+        let report = verify(&[common::image::NAME], false).await.unwrap();
+        let [damage] = report.damaged.as_slice() else { panic!("{report:?}") };
+        assert_eq!(
+            (&damage.path, &damage.names[..]),
+            (&blob.display().to_string(), &[common::image::NAME.to_owned()][..])
+        );
+        assert!(damage.damage.starts_with("has the digest sha256:"), "{damage:?}");
+        assert!(!damage.repaired && damage.repair_error.is_empty(), "{damage:?}");
+        assert_eq!(verify(&["none:1"], false).await.unwrap_err().code(), Code::NotFound);
+        let pod = daemon.run_pod("a").await.unwrap();
+        let error = daemon.create(&pod, "c").await.unwrap_err();
+        assert!(
+            error.code() == Code::FailedPrecondition && error.message().contains(".blob has the digest"),
+            "{error}"
+        );
     });
 }
 

@@ -174,6 +174,10 @@ fn check_streaming(streaming: &StreamingSettings) -> Result<(), BrokenRule> {
 fn check_images(images: &ImageSettings) -> Result<(), BrokenRule> {
     in_range("images.parallel_layers", images.parallel_layers, 1..=64, "1 to 64 are allowed")?;
     duration_in_range("images.progress_timeout", images.progress_timeout, 1..=3600, "1s to 1h are allowed")?;
+    if !images.verify_interval.is_zero() {
+        let rule = "1h to 8760h are allowed, and 0s for never";
+        duration_in_range("images.verify_interval", images.verify_interval, 3600..=31_536_000, rule)?;
+    }
     let rule = "402653184 bytes (384 MiB) or more are needed";
     in_range("images.max_unpack_memory", images.max_unpack_memory, 384 << 20..=u64::MAX, rule)?;
     images.hosts_dir.as_deref().map_or(Ok(()), |directory| absolute("images.hosts_dir", directory))?;
@@ -271,6 +275,8 @@ mod tests {
             ("[network]\nplugin_timeout = \"2h\"", "network.plugin_timeout"),
             ("[network]\ngc_interval = \"59s\"", "network.gc_interval"),
             ("[images]\nprogress_timeout = \"0s\"", "images.progress_timeout"),
+            ("[images]\nverify_interval = \"59m\"", "images.verify_interval"),
+            ("[images]\nverify_interval = \"8761h\"", "images.verify_interval"),
             ("[streaming]\nidle_timeout = \"0s\"", "streaming.idle_timeout"),
             ("[streaming]\nidle_timeout = \"169h\"", "streaming.idle_timeout"),
             ("[streaming]\ntls_cert_file = \"c\"\ntls_key_file = \"/k\"", "streaming.tls_cert_file"),

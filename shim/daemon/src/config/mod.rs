@@ -215,6 +215,9 @@ pub struct ImageSettings {
     pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
+    /// The interval at which the daemon verifies the digests of all images in the background; zero: never.
+    #[serde(with = "duration")]
+    pub verify_interval: Duration,
     /// The proxy of http requests to registries; absent: that of the environment; empty: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub http_proxy: Option<String>,
@@ -443,6 +446,7 @@ impl Default for ImageSettings {
             max_layer_entries: images.max_layer_entries,
             max_unpack_memory: images.max_unpack_memory,
             pinned: Vec::new(),
+            verify_interval: Duration::from_secs(7 * 24 * 60 * 60),
             http_proxy: None,
             https_proxy: None,
             no_proxy: None,

@@ -66,19 +66,19 @@ impl Cri {
         } else if guest {
             check_guest_volumes(&config, &self.node.services().config).map_err(status)?;
         }
-        let image = self.find_image("config.image.image", &config.image)?;
+        let image = self.find_image("config.image.image", &config.image).await?;
         check_runnable(&image, &config.image)?;
-        let volumes = config.volumes.iter().map(|volume| {
-            self.find_image("config.mounts.image.image", &volume.image).map(|image| container_image(&image))
-        });
-        let volumes = volumes.collect::<Result<_, _>>()?;
+        let mut volumes = Vec::new();
+        for volume in &config.volumes {
+            volumes.push(container_image(&self.find_image("config.mounts.image.image", &volume.image).await?));
+        }
         let id = self.node.create(pod, config, container_image(&image), volumes).await.map_err(creation_status)?;
         Ok(cri::CreateContainerResponse { container_id: id.to_string() })
     }
 
-    /// Returns the image or artifact in a field of a container's configuration; it must have been pulled.
-    fn find_image(&self, field: &str, name: &str) -> Result<ImageRecord, Status> {
-        self.node.services().images.status(name).map_err(status)?.ok_or_else(|| {
+    /// Returns the image or artifact in a field of a container's configuration; it must have been pulled, and its files must be there.
+    async fn find_image(&self, field: &str, name: &str) -> Result<ImageRecord, Status> {
+        self.node.services().images.find_sound(name).await.map_err(status)?.ok_or_else(|| {
             let what = format!("{field} is {name:?}: there is no such image here; pull it first");
             refuse(FailureKind::NotFound, &what)
         })

@@ -5,8 +5,9 @@ use super::convert::report;
 use super::sandbox::required;
 use super::status::status;
 use crate::lifecycle::unix_nanos;
+use nacelle_base::Chain;
 use nacelle_base::task::TaskError;
-use nacelle_image::{Auth, Reference};
+use nacelle_image::{Auth, ImageError, ImageRecord, Reference};
 use nacelle_proto::cri;
 use std::collections::HashMap;
 use tonic::Status;
@@ -20,7 +21,7 @@ impl Cri {
         let name = request.filter.and_then(|filter| filter.image).map(|image| image.image).unwrap_or_default();
         let images = match name.as_str() {
             "" => store.list(),
-            name => store.status(name).map_err(status)?.into_iter().collect(),
+            name => self.find_sound_image(name).await?.into_iter().collect(),
         };
         Ok(cri::ListImagesResponse { images: images.iter().map(report::image).collect() })
     }
@@ -31,10 +32,19 @@ impl Cri {
     ) -> Result<cri::ImageStatusResponse, Status> {
         let name = image_name(request.image.as_ref())?;
         let store = &self.node.services().images;
-        let image = store.status(name).map_err(status)?;
-        let info = match (&image, request.verbose) {
-            (Some(image), true) => {
-                let root = store.rootfs(&image.id).await.map_err(status)?;
+        let mut image = self.find_sound_image(name).await?;
+        let root = match &image {
+            Some(image) if request.verbose => match store.rootfs(&image.id).await {
+                Err(ImageError::Damaged { .. }) => None,
+                root => Some(root.map_err(status)?),
+            },
+            _ => None,
+        };
+        if request.verbose && root.is_none() {
+            image = None; // Its configuration is damaged.
+        }
+        let info = match (&image, root) {
+            (Some(image), Some(root)) => {
                 let config = root.config;
                 let spec = serde_json::json!({ "config": {
                     "Entrypoint": config.entrypoint, "Cmd": config.cmd, "Env": config.env, "User": config.user,
@@ -49,6 +59,17 @@ impl Cri {
             _ => HashMap::new(),
         };
         Ok(cri::ImageStatusResponse { image: image.as_ref().map(report::image), info })
+    }
+
+    /// Returns the image of this name; `None` if a file of it is damaged, so that kubelet pulls it again.
+    async fn find_sound_image(&self, name: &str) -> Result<Option<ImageRecord>, Status> {
+        match self.node.services().images.find_sound(name).await {
+            Err(error @ ImageError::Damaged { .. }) => {
+                tracing::warn!(image = name, error = %Chain(&error), "an image counts as absent");
+                Ok(None)
+            }
+            found => found.map_err(status),
+        }
     }
 
     pub(super) async fn on_pull_image(&self, request: cri::PullImageRequest) -> Result<cri::PullImageResponse, Status> {

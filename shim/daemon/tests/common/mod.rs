@@ -20,6 +20,7 @@ use nacelle_pod::spec::Accelerator;
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::vm::machines_client::MachinesClient;
 use nacelle_store::CommitObserver;
 use pods::FakePods;
@@ -323,6 +324,11 @@ impl World {
     /// Returns a client of the running daemon's machine service.
     pub fn machines(&self) -> MachinesClient<Channel> {
         MachinesClient::new(self.run(connect(self.config().paths.socket)))
+    }
+
+    /// Returns a client of the running daemon's service for the commands of the node.
+    pub fn node(&self) -> NodeClient<Channel> {
+        NodeClient::new(self.run(connect(self.config().paths.socket)))
     }
 
     /// Runs a future on the node's runtime, for at most `LIMIT`.

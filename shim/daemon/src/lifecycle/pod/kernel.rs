@@ -7,7 +7,7 @@ use nacelle_base::files::{self, FileError};
 use nacelle_base::machine::EngineKind;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_engine::check_kernel;
-use nacelle_image::{CopyOutcome, Reference};
+use nacelle_image::{CopyOutcome, ImageError, Reference};
 use nacelle_model::digest::ImageId;
 use nacelle_model::pod::OwnKernel;
 use std::fs::{File, OpenOptions};
@@ -45,10 +45,12 @@ pub(crate) async fn bring(
     copy(services, &id.map_err(at(STEP))?, dir, kernel, engine, memory_mib).await.map_err(at(STEP))
 }
 
-/// Returns the id of the image, which is pulled if necessary. Concurrent pulls of the same image are shared.
+/// Returns the id of the image, which is pulled if it is missing or damaged. Concurrent pulls of the same image are shared.
 async fn image(services: &NodeServices, name: &str) -> Result<ImageId, OwnKernelError> {
-    let known = services.images.status(name);
-    let known = known.map_err(|source| OwnKernelError::Image { image: name.to_owned(), source })?;
+    let known = match services.images.find_sound(name).await {
+        Err(ImageError::Damaged { .. }) => None,
+        known => known.map_err(|source| OwnKernelError::Image { image: name.to_owned(), source })?,
+    };
     if let Some(known) = known {
         return Ok(known.id);
     }
