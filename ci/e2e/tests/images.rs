@@ -117,6 +117,46 @@ fn an_archive_is_loaded_without_a_registry() {
     pod.remove();
 }
 
+#[test]
+fn damaged_images_are_found_named_and_repaired() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "app:1");
+    let store = node.directory().join("root/images");
+    let verify = |more: &[&str]| {
+        let mut verify = node.netns.command(nacelle_e2e::path_from_env("NACELLE_BIN"));
+        verify.args(["image", "verify", "--config"]).arg(node.directory().join("config.toml")).args(more);
+        run::run(&mut verify)
+    };
+    let pod = node.crictl.run_pod(PodRequest::new("app", node.directory()));
+    let running = pod.start(ContainerRequest::sh("running", &image, "echo up; exec sleep 1000"));
+    running.wait_for_output("up");
+    assert!(verify(&[]).ok().contains("no damage"));
+
+    // A changed byte is found by its digest; the container that has the file open runs on.
+    let blob = largest(&store.join("layers"));
+    let mut file = fs::File::options().read(true).write(true).open(&blob).unwrap();
+    file.seek(SeekFrom::Start(fs::metadata(&blob).unwrap().len() / 2)).unwrap();
+    file.write_all(b"spoiled").unwrap();
+    drop(file);
+    let found = verify(&["--json"]);
+    let report: serde_json::Value = serde_json::from_str(&found.stdout).expect("JSON");
+    assert!(found.code == 1 && report["damaged"][0]["file"] == json!(blob), "{report}");
+    assert_ne!(node.crictl.try_call(["inspecti", &image]).code, 0, "a damaged image is absent");
+    let repaired = verify(&["--repair"]);
+    assert!(repaired.code == 0 && repaired.stdout.contains("1 damaged, 1 of them repaired"), "{repaired:?}");
+    node.crictl.call(["inspecti", &image]);
+
+    // A missing file is named by the container that needs it, and the next pull fetches it.
+    let tree = largest(&store.join("trees"));
+    fs::remove_file(&tree).unwrap();
+    let refused = pod.try_create(ContainerRequest::sh("early", &image, "echo no")).err();
+    assert!(refused.contains(tree.to_str().unwrap()) && refused.contains("pull the image again"), "{refused}");
+    assert_ne!(node.crictl.try_call(["inspecti", &image]).code, 0);
+    node.crictl.call(["pull", &image]);
+    pod.start(ContainerRequest::sh("late", &image, "echo repaired")).wait_for_output("repaired");
+    pod.remove();
+}
+
 /// Returns the largest file below a directory.
 fn largest(directory: &Path) -> PathBuf {
     fn all(directory: &Path, files: &mut Vec<(u64, PathBuf)>) {
