@@ -268,3 +268,97 @@ fn a_pod_without_its_run_directory_is_reported_and_can_be_removed() {
     assert_eq!(node.pids_matching(""), Vec::<i32>::new());
     eventually("nothing is left", || node.leaked().is_empty().then_some(()));
 }
+
+/// Removes the files of the state store whose names begin like this.
+fn remove_store_files(node: &TestNode, prefix: &str) {
+    let entries = std::fs::read_dir(node.directory().join("root")).expect("the data directory").flatten();
+    let wanted: Vec<_> = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)).collect();
+    assert!(!wanted.is_empty(), "no file {prefix}");
+    wanted.iter().for_each(|entry| std::fs::remove_file(entry.path()).expect("root may remove it"));
+}
+
+/// Starts three pods with a container each; returns the ids of pods and containers.
+fn three_pods(node: &TestNode, image: &str) -> Vec<(String, String)> {
+    let start = |name: &&str| {
+        let (pod, container) = pod_with_sleeper(node, image, name);
+        (pod.id.clone(), container.id.clone())
+    };
+    ["one", "two", "three"].iter().map(start).collect()
+}
+
+/// Ends the daemon, and loses its state store before or after that.
+type Loss = fn(&mut TestNode);
+
+#[test]
+fn three_pods_survive_the_loss_of_the_state_store() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pods = three_pods(&node, &image);
+    let machines = node.vm_pids();
+    let listed = |node: &TestNode, what: &str| -> Vec<String> {
+        let mut ids: Vec<_> = node.crictl.call([what, "-q"]).lines().map(str::to_owned).collect();
+        ids.sort();
+        ids
+    };
+    let before = (listed(&node, "pods"), listed(&node, "ps"));
+    assert_eq!((before.0.len(), before.1.len()), (3, 3));
+    let losses: [(&str, Loss); 4] = [
+        ("removed, stopped", |node| {
+            assert!(node.terminate());
+            remove_store_files(node, "state.redb");
+        }),
+        ("removed, killed", |node| {
+            node.kill();
+            remove_store_files(node, "state.redb");
+        }),
+        ("removed under the daemon", |node| {
+            remove_store_files(node, "state.redb");
+            node.kill();
+        }),
+        ("overwritten, killed", |node| {
+            node.kill();
+            std::fs::write(node.directory().join("root/state.redb"), [0; 100_000]).expect("root may write it");
+        }),
+    ];
+    for (what, lose) in losses {
+        lose(&mut node);
+        node.start();
+        assert_eq!((listed(&node, "pods"), listed(&node, "ps")), before, "{what}");
+        assert_eq!(node.vm_pids(), machines, "{what}");
+        for (pod, container) in &pods {
+            assert_eq!(state_of(&node, container), "CONTAINER_RUNNING", "{what}");
+            assert_eq!(node.crictl.call(["exec", "--sync", container, "echo", "still here"]), "still here", "{what}");
+            assert_eq!(node.crictl.call_json(["inspectp", "-o", "json", pod])["status"]["state"], "SANDBOX_READY");
+        }
+        assert!(node.log().contains("the state store was restored from its copy"), "{what}");
+    }
+    for (pod, _) in &pods {
+        node.crictl.call(["rmp", "--force", pod]);
+    }
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+}
+
+#[test]
+fn pods_without_any_record_are_ended_whole() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    for has_run_directory in [true, false] {
+        three_pods(&node, &image);
+        node.kill();
+        remove_store_files(&node, "state.");
+        if !has_run_directory {
+            remove_run_directory(&node);
+        }
+        node.start();
+        // The daemon serves only after recovery.
+        assert_eq!(node.pids_matching(""), Vec::<i32>::new(), "run directory: {has_run_directory}");
+        assert_eq!((node.crictl.call(["pods", "-q"]), node.crictl.call(["ps", "-aq"])), (String::new(), String::new()));
+        eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+        // kubelet starts them anew, by the same names.
+        for (pod, container) in three_pods(&node, &image) {
+            assert_eq!(node.crictl.call(["exec", "--sync", &container, "echo", "new"]), "new");
+            node.crictl.call(["rmp", "--force", &pod]);
+        }
+        eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+    }
+}

@@ -19,13 +19,13 @@ use nacelle_base::lock::{LockError, PathLock};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, FailureKind};
 use nacelle_image::ImageError;
-use nacelle_machines::vms::Vms;
+use nacelle_machines::vms::{UnknownVms, Vms};
 use nacelle_machines::{PodRuntime, VmService, controllers};
 use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use nacelle_store::{CommitObserver, Store, StoreError};
+use nacelle_store::{CommitObserver, ContentsOrigin, Store, StoreError};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -153,7 +153,13 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
             tracing::warn!(%error, "events may have earlier times than those of the last daemon if the clock was set back");
         }
         let images = open_images(&opened_config, &unpack)?;
-        let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone())?;
+        let unknown = match contents.origin {
+            ContentsOrigin::Database => UnknownVms::Remove,
+            ContentsOrigin::Copy | ContentsOrigin::Damaged | ContentsOrigin::Nothing => {
+                UnknownVms::KeepIn(paths.lost_machines())
+            }
+        };
+        let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone(), unknown)?;
         let templates = Templates::open(&opened_config, pod_program);
         Ok((store, contents, images, vms, templates, locks, events))
     });

@@ -193,19 +193,73 @@ fn what_was_half_made_or_half_removed_does_not_outlive_its_machine() {
     }
 }
 
+/// Removes the files of the state store whose names begin like this, once the daemon has closed it.
+fn remove_store(world: &World, prefix: &str) {
+    let store = world.config().paths.store();
+    world.eventually("the store is closed", || nacelle_store::Store::open(&store, None).is_ok());
+    let files = std::fs::read_dir(&world.config().paths.root).unwrap().map(|entry| entry.unwrap().path());
+    let wanted = |path: &std::path::PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(prefix);
+    let files: Vec<_> = files.filter(wanted).collect();
+    assert!(!files.is_empty());
+    files.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+}
+
 #[test]
 fn what_belongs_to_no_record_is_removed() {
     let world = World::new();
     let mut daemon = world.daemon();
     world.run(daemon.run_pod("a")).unwrap();
     daemon.kill();
-    let store = world.config().paths.store();
-    world.eventually("the store is closed", || nacelle_store::Store::open(&store, None).is_ok());
-    std::fs::remove_file(&store).unwrap();
+    remove_store(&world, "state.");
     assert_eq!(world.left().len(), 4);
     let mut daemon = world.daemon();
     assert_eq!(world.left(), Vec::<String>::new());
     assert!(world.run(daemon.pods()).is_empty());
+}
+
+#[test]
+fn pods_survive_the_loss_of_the_database() {
+    for damage in ["removed", "overwritten"] {
+        let world = World::new();
+        let mut daemon = world.daemon();
+        let (pods, container) = world.run(async {
+            let mut pods = Vec::new();
+            for name in ["a", "b", "c"] {
+                pods.push(daemon.run_pod(name).await.unwrap());
+            }
+            let container = daemon.create(&pods[0], "c").await.unwrap();
+            daemon.start(&container).await.unwrap();
+            let gone = daemon.run_pod("gone").await.unwrap();
+            daemon.remove_pod(&gone).await.unwrap();
+            (pods, container)
+        });
+        let before = world.run(daemon.pod_status(&pods[0])).unwrap();
+        let alive = world.pods.alive();
+        daemon.kill();
+        match damage {
+            "removed" => remove_store(&world, "state.redb"),
+            _ => {
+                remove_store(&world, "state.redb");
+                std::fs::write(world.config().paths.store(), "no database").unwrap();
+            }
+        }
+        let mut daemon = world.daemon();
+        assert_eq!(world.pods.alive(), alive, "{damage}");
+        world.run(async {
+            let mut found: Vec<_> = daemon.pods().await.into_iter().map(|pod| pod.id).collect();
+            found.sort();
+            let mut expected = pods.clone();
+            expected.sort();
+            assert_eq!(found, expected, "{damage}");
+            assert_eq!(daemon.pod_status(&pods[0]).await.unwrap(), before, "{damage}");
+            assert_eq!(daemon.exec(&container, &["x"]).await.unwrap().exit_code, 3);
+            for pod in &pods {
+                daemon.stop_pod(pod).await.unwrap();
+                daemon.remove_pod(pod).await.unwrap();
+            }
+        });
+        assert_eq!(world.left(), Vec::<String>::new(), "{damage}");
+    }
 }
 
 /// Runs a life cycle with every operation. Ends early when the daemon does.

@@ -171,15 +171,41 @@ pub fn id(namespace: &str, name: &str) -> String {
     format!("{namespace}/{name}")
 }
 
+/// What happens to the directories of VMs without a record when the table is created.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UnknownVms {
+    /// They are removed: their VMs were deleted, or never finished.
+    Remove,
+    /// They are moved to this directory, because records may have been lost.
+    KeepIn(PathBuf),
+}
+
 impl Vms {
-    /// Creates the table from these records, and removes directories without a record. Blocks.
-    pub fn open(directory: PathBuf, store: Store, records: Vec<VmRecord>) -> Result<Vms, FileError> {
+    /// Creates the table from these records, and removes or keeps directories without a record. Blocks.
+    pub fn open(
+        directory: PathBuf,
+        store: Store,
+        records: Vec<VmRecord>,
+        unknown: UnknownVms,
+    ) -> Result<Vms, FileError> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))?;
         for entry in std::fs::read_dir(&directory).map_err(at("read", &directory))? {
             let entry = entry.map_err(at("read", &directory))?;
             let known = |record: &VmRecord| entry.file_name().to_str() == Some(&record.uid);
-            if !records.iter().any(known) {
-                remove_tree_if_there(&entry.path())?;
+            if records.iter().any(known) {
+                continue;
+            }
+            match &unknown {
+                UnknownVms::Remove => remove_tree_if_there(&entry.path())?,
+                UnknownVms::KeepIn(lost) => {
+                    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(lost).map_err(at("create", lost))?;
+                    let to = lost.join(entry.file_name());
+                    std::fs::rename(entry.path(), &to).map_err(at("move the VM without a record to", &to))?;
+                    tracing::warn!(
+                        path = %to.display(),
+                        "the state store has no record of the VM with these disks: they are kept here; remove them, or create a VM from them"
+                    );
+                }
             }
         }
         let records = records.into_iter().map(|record| (record.id.clone(), record)).collect();
@@ -442,7 +468,22 @@ mod tests {
 
     fn open_vms(directory: &Path) -> Vms {
         let (store, contents) = Store::open(&directory.join("s.redb"), None).unwrap();
-        Vms::open(directory.join("machines"), store, contents.vms).unwrap()
+        Vms::open(directory.join("machines"), store, contents.vms, UnknownVms::Remove).unwrap()
+    }
+
+    #[tokio::test]
+    async fn the_disks_of_vms_whose_records_are_lost_are_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let vms = open_vms(directory.path());
+        let record = vms.get_or_create("default", "db", None).await.unwrap();
+        std::fs::write(vms.directory(&record).join("root.qcow2"), "data").unwrap();
+        drop(vms);
+        let (store, _) = Store::open(&directory.path().join("other.redb"), None).unwrap();
+        let lost = directory.path().join("lost-machines");
+        let vms = Vms::open(directory.path().join("machines"), store, vec![], UnknownVms::KeepIn(lost.clone()));
+        assert_eq!(vms.unwrap().list(), []);
+        assert_eq!(std::fs::read(lost.join(&record.uid).join("root.qcow2")).unwrap(), b"data");
+        assert_eq!(std::fs::read_dir(directory.path().join("machines")).unwrap().count(), 0);
     }
 
     #[tokio::test]

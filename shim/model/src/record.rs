@@ -197,16 +197,36 @@ impl VmRecord {
 
 /// A record cannot be decoded or encoded.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot read the record of {what} {id}: it is damaged, or another version of Nacelle wrote it; start that version, and drain the node before the update"
-)]
+#[error("cannot read the record of {what} {id}{}", describe_version(other_version.as_deref()))]
 pub struct RecordError {
     /// The kind of record: "pod", "container", "machine".
     pub what: &'static str,
     /// The key of the record.
     pub id: String,
+    /// The version of the record if it is not the current one; `None` if the record is damaged.
+    pub other_version: Option<String>,
     /// The cause.
     pub source: serde_json::Error,
+}
+
+fn describe_version(other: Option<&str>) -> String {
+    other.map_or(": it is damaged".to_owned(), |version| {
+        format!(
+            ": another version of Nacelle wrote it (version {version} of the record); start that version, and drain the node before the update"
+        )
+    })
+}
+
+/// The version of a record of any version.
+#[derive(Deserialize)]
+struct VersionTag {
+    version: String,
+}
+
+/// Returns the version of a record if it has one that is not `current`.
+fn other_version(bytes: &[u8], current: &str) -> Option<String> {
+    let tag: VersionTag = serde_json::from_slice(bytes).ok()?;
+    (tag.version != current).then_some(tag.version)
 }
 
 macro_rules! stored {
@@ -233,6 +253,7 @@ macro_rules! stored {
                     serde_json::to_vec(&StoredRef::Current(self)).map_err(|source| RecordError {
                         what: $what,
                         id,
+                        other_version: None,
                         source,
                     })
                 }
@@ -242,6 +263,7 @@ macro_rules! stored {
                     let Stored::Current(record) = serde_json::from_slice(bytes).map_err(|source| RecordError {
                         what: $what,
                         id: id.to_owned(),
+                        other_version: other_version(bytes, $version),
                         source,
                     })?;
                     Ok(record)
@@ -341,7 +363,10 @@ mod tests {
     fn another_version_is_refused_by_name() {
         let text = include_str!("../tests/golden/pod-v2.json").replace(r#""version": "2""#, r#""version": "9""#);
         let error = PodRecord::decode("abc", text.as_bytes()).unwrap_err();
-        assert!(error.to_string().contains("pod abc"), "{error}");
+        assert!(error.to_string().contains("pod abc") && error.to_string().contains("version 9"), "{error}");
+        assert_eq!(error.other_version.as_deref(), Some("9"));
+        let damaged = PodRecord::decode("abc", b"{\"version\": \"2\"").unwrap_err();
+        assert!(damaged.other_version.is_none() && damaged.to_string().contains("damaged"), "{damaged}");
         // Version 1 had no `kind`: its fields must not be misread.
         let text = include_str!("../tests/golden/pod-v1.json");
         assert!(PodRecord::decode("abc", text.as_bytes()).is_err());

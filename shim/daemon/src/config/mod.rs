@@ -698,6 +698,11 @@ impl PathSettings {
         self.root.join("machines")
     }
 
+    /// Returns the directory with the data of persistent VMs whose records were lost.
+    pub fn lost_machines(&self) -> PathBuf {
+        self.root.join("lost-machines")
+    }
+
     /// Returns the directory of the scratch disks' templates.
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch")

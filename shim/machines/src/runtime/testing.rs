@@ -1,7 +1,7 @@
 //! Provides a pod runtime for tests. Commands are recorded and succeed, or give their output to the test; consoles and locks are not available.
 
 use super::{ExecOutput, ExecStreams, MachinePodView, PodRuntime, PodRuntimeError};
-use crate::vms::{VmError, VmLock, Vms};
+use crate::vms::{UnknownVms, VmError, VmLock, Vms};
 use nacelle_base::{ContainerId, PodId};
 use nacelle_model::record::VmRecord;
 use nacelle_store::Store;
@@ -31,7 +31,7 @@ impl FakeRuntime {
     pub fn new() -> (FakeRuntime, mpsc::UnboundedReceiver<Vec<String>>) {
         let directory = tempfile::tempdir().unwrap();
         let (store, contents) = Store::open(&directory.path().join("s.redb"), None).unwrap();
-        let vms = Vms::open(directory.path().join("vms"), store, contents.vms).unwrap();
+        let vms = Vms::open(directory.path().join("vms"), store, contents.vms, UnknownVms::Remove).unwrap();
         let images = nacelle_image::ImageStore::open(&directory.path().join("images"), Default::default()).unwrap();
         let (execs, received) = mpsc::unbounded_channel();
         (

@@ -110,7 +110,7 @@ fn last_state(dir: &Path) -> Option<SavedPodState> {
 }
 
 /// Kills this process, if it still runs, and waits for its end.
-async fn kill_process(identity: &ProcessIdentity) -> Result<(), ClientError> {
+pub(super) async fn kill_process(identity: &ProcessIdentity) -> Result<(), ClientError> {
     let Some(pidfd) = identity::open(identity)? else { return Ok(()) };
     let failed = |what| move |source| IdentityError::Process { what, pid: identity.pid, source };
     match pidfd_signal(&pidfd, libc::SIGKILL) {

@@ -10,6 +10,7 @@ mod log_file;
 mod spawn;
 mod streams;
 mod template;
+mod unrecorded;
 
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
@@ -17,6 +18,7 @@ pub use log_file::open_log;
 pub use spawn::{LOG_FILE, spawn};
 pub use streams::{Offer, RunningExec};
 pub use template::build_template;
+pub use unrecorded::end_unrecorded;
 
 use crate::identity::{self, IdentityError};
 use crate::sys;

@@ -80,6 +80,11 @@ pub trait Pods: Send + Sync + 'static {
     async fn clean_up(&self, dir: &Path, stored: Option<&PodProcess>) -> Result<Option<SavedPodState>, ClientError> {
         client::clean_up(dir, stored).await
     }
+
+    /// Ends the processes of pods whose run directory would be in `pods` and is not one of `known`, also if it is lost.
+    async fn end_unrecorded(&self, pods: &Path, known: &BTreeSet<PathBuf>) {
+        client::end_unrecorded(pods, known).await;
+    }
 }
 
 /// Manages the networks of pods. Calls for the same pod never overlap.

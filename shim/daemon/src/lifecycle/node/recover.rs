@@ -270,7 +270,8 @@ async fn look(services: &NodeServices, pod: &PodRecord) -> (Found, Option<PodCli
     }
 }
 
-/// Removes directories, processes and networks that belong to no record.
+/// Removes directories, processes and networks that belong to no record. A process is ended with its control group, also if its
+/// run directory is lost.
 async fn remove_orphans(services: &NodeServices, known: &[PodRecord]) {
     let directories: BTreeSet<PathBuf> = known.iter().map(|pod| services.pod_dir(&pod.id)).collect();
     let pods = services.config.paths.pods();
@@ -295,6 +296,8 @@ async fn remove_orphans(services: &NodeServices, known: &[PodRecord]) {
             Err(error) => tracing::error!("cannot end its process: {}", Chain(&error)),
         }
     }
+    // Those without a directory: before their networks and disks are released.
+    services.pods.end_unrecorded(&services.config.paths.pods(), &directories).await;
     let keep: BTreeSet<_> = known.iter().map(|pod| pod.id.clone()).collect();
     // A scratch disk has a name only while its pod starts, and a start ends with its daemon.
     let (scratch, kept) = (services.config.paths.scratch(), keep.clone());
