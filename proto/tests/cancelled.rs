@@ -6,7 +6,8 @@ use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::node::node_server::{Node, NodeServer};
 use nacelle_proto::node::{
     BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse, ListTemplatesRequest,
-    ListTemplatesResponse, LoadImagesRequest, LoadImagesResponse,
+    ListTemplatesResponse, LoadImagesRequest, LoadImagesResponse, SetLogFilterRequest, SetLogFilterResponse,
+    VerifyImagesRequest, VerifyImagesResponse,
 };
 use std::io;
 use tokio::io::DuplexStream;
@@ -39,6 +40,14 @@ impl Node for Answers {
         &self,
         _: Request<DropTemplatesRequest>,
     ) -> Result<Response<DropTemplatesResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
+    }
+
+    async fn set_log_filter(&self, _: Request<SetLogFilterRequest>) -> Result<Response<SetLogFilterResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
+    }
+
+    async fn verify_images(&self, _: Request<VerifyImagesRequest>) -> Result<Response<VerifyImagesResponse>, Status> {
         Err(Status::unimplemented("this test does not call it"))
     }
 }
