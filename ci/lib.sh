@@ -39,7 +39,7 @@ run_alone() {
     # A signal ends `wait` before the command has ended.
     until wait "$group"; do
         status=$?
-        kill -0 "$group" 2>/dev/null || break
+        as_root kill -0 "$group" 2>/dev/null || break
     done
     trap - INT TERM
     return $status

@@ -15,7 +15,7 @@ fn wait_for_line(node: &TestNode, words: &[&str]) {
 #[test]
 fn the_filter_changes_while_the_daemon_runs() {
     let node = TestNode::new();
-    wait_for_line(&node, &["nacelle begins", env!("CARGO_PKG_VERSION"), "config.toml"]);
+    wait_for_line(&node, &["nacelle starts", env!("CARGO_PKG_VERSION"), "config.toml"]);
     assert_eq!(node.nacelle(&["log"]).ok(), "info");
     let refused = node.crictl.try_call(["stop", "0123456789ab"]);
     assert!(!node.log().contains("rpc="), "requests that succeed are at level debug: {refused:?} {}", node.log());

@@ -56,13 +56,13 @@ fn a_run_that_ends_does_not_take_the_directories_of_others() {
     assert!(!directory.path().join("claimed").exists(), "the last run removes them");
 }
 
-/// A run in namespaces of its own that says when it runs, and cleans up when it is told to end.
+/// A run in namespaces of its own that says when it runs, and cleans up at SIGTERM.
 const ALONE: &str = r#"set -euo pipefail
     source "$1"
     run_alone bash -c 'trap "echo cleaned up; exit 3" TERM; echo $$; while :; do sleep 0.1; done'"#;
 
 #[test]
-fn a_run_that_is_told_to_end_cleans_up_first() {
+fn a_run_cleans_up_at_sigterm() {
     let cache = tempfile::tempdir().expect("the temporary directory is writable");
     let library = concat!(env!("CARGO_MANIFEST_DIR"), "/../lib.sh");
     let mut command = Command::new("bash");

@@ -134,11 +134,11 @@ impl LogControl {
         }
     }
 
-    /// Uses the filter of the environment, otherwise that of the configuration, otherwise level info.
-    pub fn configure(&self, configured: Option<&LogFilter>) {
-        let filter = self.from_environment.as_ref().or(configured).cloned().unwrap_or_default();
-        if filter != self.filter() {
-            self.set(filter);
+    /// Uses the filter of the environment, otherwise that of the configuration.
+    pub fn configure(&self, configured: &LogFilter) {
+        let filter = self.from_environment.as_ref().unwrap_or(configured);
+        if *filter != self.filter() {
+            self.set(filter.clone());
         }
     }
 }
@@ -160,7 +160,8 @@ pub fn init_pod_log(format: LogFormat) {
 }
 
 fn init(format: LogFormat, writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static) -> LogControl {
-    let variable = std::env::var(FILTER_VARIABLE).ok().filter(|text| !text.is_empty());
+    let variable = std::env::var_os(FILTER_VARIABLE).map(|text| text.to_string_lossy().into_owned());
+    let variable = variable.filter(|text| !text.is_empty());
     let (from_environment, invalid) = match variable.map(|text| text.parse::<LogFilter>()) {
         None => (None, None),
         Some(Ok(filter)) => (Some(filter), None),

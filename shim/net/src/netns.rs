@@ -65,9 +65,9 @@ pub fn create(path: &Path) -> Result<NetNs, NetError> {
     made
 }
 
-/// Keeps the namespace's own stack from asking for routers on the interfaces that it will get: the guest that uses them in its place
-/// asks itself, and each such frame reaches all pods of a bridge, again and again.
-pub(crate) fn silence(netns: &NetNs) -> Result<(), NetError> {
+/// Disables the router solicitations of the namespace's own stack on interfaces that are created later. The guest that uses them in
+/// its place sends its own, and each such frame reaches all pods of a bridge.
+pub(crate) fn disable_router_solicitations(netns: &NetNs) -> Result<(), NetError> {
     let set = run_in(netns, || set_ipv6_option("default", "router_solicitations", "0"))?;
     set.map_err(failed("set up", netns.path()))
 }

@@ -96,7 +96,7 @@ impl NodeNetworks {
         let open = move || -> Result<NetNs, NetError> {
             let netns = NetNs::open(&opened)?;
             if usage != InterfaceUsage::Namespace {
-                netns::silence(&netns)?;
+                netns::disable_router_solicitations(&netns)?;
             }
             Ok(netns)
         };

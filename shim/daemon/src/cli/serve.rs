@@ -44,9 +44,9 @@ pub(super) fn serve(
     log: LogControl,
 ) -> anyhow::Result<ExitCode> {
     let config = argument.load()?;
-    log.configure(config.log.filter.as_ref());
+    log.configure(&config.log.filter);
     let path = argument.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
-    tracing::info!(version = program::version(), config = %path.display(), log = %log.filter(), "nacelle begins");
+    tracing::info!(version = program::version(), config = %path.display(), log = %log.filter(), "nacelle starts");
     sys::set_malloc_thresholds();
     check_user_range(&config.jail)?;
     supervisor.status("recovering the pods of this node");
@@ -96,7 +96,7 @@ async fn reload_at_hangup(mut hangup: Signal, argument: ConfigArgument, used: Co
         match read.map_err(anyhow::Error::from).flatten() {
             Err(error) => tracing::error!("the changed configuration is not used: {error:#}"),
             Ok(config) => {
-                log.configure(config.log.filter.as_ref());
+                log.configure(&config.log.filter);
                 let waiting = used.keys_that_differ(&config).join(", ");
                 if waiting.is_empty() {
                     tracing::info!(log = %log.filter(), "the configuration was read again");

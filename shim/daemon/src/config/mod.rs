@@ -60,8 +60,8 @@ pub struct Config {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSettings {
-    /// Which events are logged, unless NACELLE_LOG says so; `None`: those from level info.
-    pub filter: Option<LogFilter>,
+    /// The events that are logged, unless NACELLE_LOG says so.
+    pub filter: LogFilter,
 }
 
 /// Paths of files and directories.

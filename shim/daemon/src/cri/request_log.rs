@@ -1,5 +1,6 @@
 //! Logs each request that changes something: one event with its subject, gRPC code and duration, at level debug if it succeeded
-//! and at level warn if it failed. Never logged is what may be secret: credentials, environment, commands and annotations.
+//! and at level warn if it failed. Credentials, environment, arguments and annotations of a request are not logged; the message of a
+//! failure may name a value that was refused.
 
 use crate::lifecycle::Node;
 use nacelle_proto::cri;
@@ -7,7 +8,7 @@ use std::time::Instant;
 use tonic::{Code, Status};
 use tracing::Level;
 
-/// What a request is about; empty where it does not say and the node does not know.
+/// The subject of a request. Fields are empty if neither the request nor the node has them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Subject {
     /// The id of the pod, or its beginning as in the request.

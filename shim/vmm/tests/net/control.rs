@@ -102,7 +102,7 @@ fn the_guest_receives_what_its_driver_asks_for() {
             (vec![0, 1, 1], [true, false, true, true]),
             (vec![0, 1, 0], [true, false, true, false]),
             (tables(&[OTHER], &[ROUTERS]), [true, true, false, true]),
-            // More interfaces than a tap can tell.
+            // More interfaces than a tap compares.
             (tables(&[OTHER; 7], &[]), [true; 4]),
             (tables(&[], &[]), [true, false, false, false]),
             ([&[1, 1][..], &OTHER].concat(), [false, true, false, false]),

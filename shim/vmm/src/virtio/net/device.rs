@@ -252,7 +252,7 @@ impl QueuePairs {
         Ok(())
     }
 
-    /// Lets the tap drop what the driver does not want, with the interface's address `own`. Without `CTRL_RX` it wants all.
+    /// Sets the tap's filter for an interface with the address `own`. Without `CTRL_RX` the driver receives all frames.
     fn apply_filter(&self, own: MacAddress) -> std::io::Result<()> {
         let everything = ReceiveFilter::default();
         let filter = if self.features & feature::CTRL_RX == 0 { &everything } else { &self.filter };

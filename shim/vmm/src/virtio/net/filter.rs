@@ -51,7 +51,7 @@ impl ReceiveFilter {
         [&flags.to_ne_bytes()[..], &count.to_ne_bytes(), addresses.as_flattened()].concat()
     }
 
-    /// Returns flags and addresses for the tap; `None` if the guest receives all frames, or more interfaces' than a tap can tell.
+    /// Returns flags and addresses for the tap; `None` if the guest receives all frames, or more interfaces' than a tap compares.
     fn tun_addresses(&self, own: MacAddress) -> Option<(u16, Vec<MacAddress>)> {
         let addresses = self.addresses.as_ref().filter(|_| !self.promiscuous)?;
         let (groups, interfaces): (Vec<MacAddress>, Vec<MacAddress>) =
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn more_addresses_than_a_tap_can_tell_let_more_frames_pass() {
+    fn more_addresses_than_a_tap_compares_let_more_frames_pass() {
         let interfaces = |count: u8| (0..count).map(|n| [2, 0, 0, 0, 1, n]).collect::<Vec<_>>();
         assert_eq!(filter(&[FilterChange::Addresses(interfaces(7))]), NOTHING);
         assert_eq!(filter(&[FilterChange::Addresses(interfaces(6))])[2..4], 8u16.to_ne_bytes());
