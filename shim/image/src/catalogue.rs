@@ -161,7 +161,7 @@ impl ImageCatalogue {
         self.published.clone()
     }
 
-    /// Returns the entries that cannot be read. While there are any, it is not known which content is needed.
+    /// Returns the entries that cannot be read.
     pub fn unreadable(&self) -> &UnreadableEntries {
         &self.unreadable
     }

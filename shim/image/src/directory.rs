@@ -39,7 +39,9 @@ pub enum ContentKind {
 pub const LAYERS: &str = "layers";
 
 impl ContentKind {
-    const ALL: [ContentKind; 4] = [ContentKind::Config, ContentKind::Layer, ContentKind::Tree, ContentKind::Partial];
+    /// All kinds.
+    pub const ALL: [ContentKind; 4] =
+        [ContentKind::Config, ContentKind::Layer, ContentKind::Tree, ContentKind::Partial];
 
     fn directory_name(self) -> &'static str {
         match self {
@@ -127,9 +129,8 @@ impl StoreDirectory {
         Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock })
     }
 
-    /// Removes what a crash left unfinished. `live` is the content of all images, whose files stay even if some are missing; `None`
-    /// if it is not known, so that all content stays.
-    pub fn remove_leftovers(&self, live: Option<&HashSet<ContentKey>>) -> Result<(), ImageError> {
+    /// Removes what a crash left unfinished. `live` is the content of all images, whose files stay even if some are missing.
+    pub fn remove_leftovers(&self, live: &HashSet<ContentKey>) -> Result<(), ImageError> {
         draft::remove_stale_drafts(&self.root)?;
         for path in list_paths(&self.root.join("work"))? {
             remove_if_there(&path)?;
@@ -138,8 +139,7 @@ impl StoreDirectory {
         for kind in ContentKind::ALL {
             for path in list_paths(&self.root.join(kind.directory_name()))? {
                 let whole = kind != ContentKind::Layer || path.with_extension("idx").exists();
-                let is_live = |key: &ContentKey| live.is_none_or(|live| live.contains(key));
-                match parse_key(kind, &path).filter(|key| whole || is_live(key)) {
+                match parse_key(kind, &path).filter(|key| whole || live.contains(key)) {
                     Some(key) => drop(pins.unfinished.insert(key, Instant::now())),
                     None => remove_if_there(&path)?,
                 }

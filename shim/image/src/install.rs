@@ -24,6 +24,7 @@ use nacelle_base::files::{at, remove_if_there, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::{Digest, ImageId};
+use serde::Deserialize;
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -455,11 +456,8 @@ impl StoreState {
                 None => images.retain(|id, stored| !stored.removed || in_use.contains(id)),
             })?;
         }
-        let live = needed_content(&catalogue.images());
+        let live = live_content(&catalogue);
         self.directory.unprotect(before.difference(&live).copied());
-        if !catalogue.unreadable().is_empty() {
-            return Ok(()); // Their images may need any content.
-        }
         self.damage.retain(&live);
         let detached = self.directory.detach_unneeded(&live)?;
         drop(catalogue);
@@ -487,6 +485,23 @@ impl StoreState {
 /// Returns all content that these images need.
 pub fn needed_content(images: &Images) -> HashSet<ContentKey> {
     images.iter().flat_map(|(id, stored)| stored.content(id)).map(|(key, _)| key).collect()
+}
+
+/// Returns the content that must not be removed: that of the images, and all that an unreadable entry of the list may need. Each digest
+/// anywhere in the text of such an entry counts as content of every kind.
+pub fn live_content(catalogue: &ImageCatalogue) -> HashSet<ContentKey> {
+    let mut live = needed_content(&catalogue.images());
+    for (key, entry) in catalogue.unreadable() {
+        let text = format!("{key} {entry}");
+        let words = text.split(|letter: char| !letter.is_ascii_digit() && !matches!(letter, 'a'..='f'));
+        let digests: Vec<Digest> = words.filter_map(Digest::from_hex).collect();
+        live.extend(digests.iter().flat_map(|digest| ContentKind::ALL.map(|kind| (kind, *digest))));
+        // The entry may have lost the name of its metadata.
+        if let Some(Ok(layers)) = entry.get("layers").map(Vec::<Digest>::deserialize) {
+            live.insert((ContentKind::Tree, tree_name(&layers)));
+        }
+    }
+    live
 }
 
 /// Returns the name of the metadata of these layers. The number in it changes whenever the writer's output changes.

@@ -5,7 +5,7 @@ use crate::catalogue::{ImageCatalogue, find_image, image_record};
 use crate::damage::DamageRecord;
 use crate::directory::{ContentKind, StoreDirectory};
 use crate::files::{CopyOutcome, ImageFile};
-use crate::install::{StoreState, needed_content};
+use crate::install::{StoreState, live_content};
 use crate::registry::HttpClients;
 use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -131,8 +131,7 @@ impl ImageStore {
         let pinned = pinned.collect::<Result<_, _>>()?;
         let directory = StoreDirectory::open(root)?;
         let catalogue = ImageCatalogue::open(&directory.catalogue_path())?;
-        let live = needed_content(&catalogue.images());
-        directory.remove_leftovers(Some(&live).filter(|_| catalogue.unreadable().is_empty()))?;
+        directory.remove_leftovers(&live_content(&catalogue))?;
         let damage = DamageRecord::open(&directory.health_path());
         let (published, catalogue) = (catalogue.published(), Mutex::new(catalogue));
         let http = Arc::new(HttpClients::new(config.clone()));

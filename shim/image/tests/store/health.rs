@@ -416,34 +416,37 @@ async fn a_damaged_layer_of_an_unfinished_pull_is_repaired_by_the_next_pull() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_entry_of_the_list_does_not_take_other_images_or_files() {
-    for repair in [false, true] {
+async fn a_damaged_entry_of_the_list_keeps_its_files_and_the_rest_is_collected() {
+    for (field, repair) in [("tree", false), ("tree", true), ("layers", false), ("layers", true)] {
+        let what = format!("field {field}, repair: {repair}");
         let scene = Scene::new();
         let store = scene.open();
         let one = scene.pull(&store, "one").await.unwrap();
+        let of_one = scene.files();
         let two = scene.pull(&store, "two").await.unwrap();
         drop(store);
         let list = scene.root().join("index.json");
         let mut value: serde_json::Value = serde_json::from_slice(&fs::read(&list).unwrap()).unwrap();
-        value["images"][one.to_string()]["tree"] = "sha256:x".into();
+        let damaged = &mut value["images"][one.to_string()][field];
+        // The digests of the layers are still there, but not as a list.
+        *damaged = if field == "tree" { "sha256:x".into() } else { damaged.to_string().into() };
         fs::write(&list, value.to_string()).unwrap();
-        let before = scene.files();
         let store = scene.open();
-        assert_eq!(store.list().iter().map(|image| image.id).collect::<Vec<_>>(), [two]);
+        assert_eq!(store.list().iter().map(|image| image.id).collect::<Vec<_>>(), [two], "{what}");
         assert_eq!(store.status(&scene.name("one")).unwrap(), None);
         store.remove(&two.to_string(), &Default::default()).await.unwrap();
-        assert!(scene.files() == before, "it is not known what the entry needs");
+        assert!(scene.files() == of_one, "{what}: the files of the removed image go, those of the entry stay");
         let report = store.verify(&[], repair).await.unwrap();
-        let [damaged] = report.damaged.as_slice() else { panic!("{report:?}") };
-        assert_eq!((&damaged.image, &damaged.path, damaged.repaired), (&one.to_string(), &list, repair));
+        let [damaged] = report.damaged.as_slice() else { panic!("{what}: {report:?}") };
+        assert_eq!((&damaged.image, &damaged.path, damaged.repaired), (&one.to_string(), &list, repair), "{what}");
         assert_eq!(damaged.names, [scene.name("one")]);
         if !repair {
             assert_eq!(scene.pull(&store, "one").await.unwrap(), one);
         }
-        assert!(store.find_sound(&one.to_string()).await.unwrap().is_some());
-        assert_eq!(store.verify(&[], false).await.unwrap().damaged, vec![]);
-        store.collect(&Default::default()).await.unwrap();
-        assert!(scene.files().len() < before.len(), "files of the removed image go now");
+        assert!(store.find_sound(&one.to_string()).await.unwrap().is_some(), "{what}");
+        assert_eq!(store.verify(&[], false).await.unwrap().damaged, vec![], "{what}");
+        store.remove(&one.to_string(), &Default::default()).await.unwrap();
+        assert_eq!(scene.files().len(), 0, "{what}");
     }
 }
 
