@@ -459,7 +459,12 @@ async fn the_background_finds_damage_and_ends_with_its_future() {
     let start =
         |verifier: ImageStore| tokio::spawn(async move { verifier.verify_periodically(Duration::from_secs(2)).await });
     let running = start(verifier);
-    tokio::time::sleep(Duration::from_millis(2500)).await;
+    let record = || fs::read_to_string(scene.root().join("health.json")).unwrap_or_default();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !record().contains("\"verified\":") {
+        assert!(Instant::now() < deadline, "the first verification has not ended");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     assert!(store.status(&id.to_string()).unwrap().is_some());
     flip_bit(&scene.file("blob"));
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -473,6 +478,5 @@ async fn the_background_finds_damage_and_ends_with_its_future() {
     let store = scene.open();
     assert_eq!(store.status(&id.to_string()).unwrap(), None);
     // The time of the last verification is kept: the next one of a long interval is not at the start.
-    let record = fs::read_to_string(scene.root().join("health.json")).unwrap();
-    assert!(record.contains("\"verified\":"), "{record}");
+    assert!(record().contains("\"verified\":"), "{}", record());
 }
