@@ -56,7 +56,9 @@ impl ContentKind {
 /// Content by kind and digest.
 pub type ContentKey = (ContentKind, Digest);
 
-/// A pin protects the content from garbage collection; its lock is held by the caller that creates the content.
+/// A pin protects the content from garbage collection. Its lock is held by the caller that creates or removes the content, so that a
+/// verification skips it meanwhile. Order of the locks: layer, partial download; layer, metadata. The lock of a configuration is taken
+/// with no other. The catalogue is not changed under the lock of metadata or of a configuration.
 pub type Pin = Arc<tokio::sync::Mutex<()>>;
 
 /// The directory of the store.

@@ -159,6 +159,8 @@ impl StoreState {
         let trees: BTreeSet<Digest> = with_layer.map(|stored| stored.tree).collect();
         for tree in trees {
             let key = (ContentKind::Tree, tree);
+            let pin = self.directory.pin(key);
+            let _writing = pin.blocking_lock();
             self.directory.remove_tree(tree)?;
             self.damage.set(key, Some(DamagedFile { path: self.directory.path(key), damage: FileDamage::Missing }));
             tracing::info!(tree = %tree, layer = %diff_id, "the metadata of an image are written again, because a layer changed");

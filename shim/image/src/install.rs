@@ -360,6 +360,8 @@ impl StoreState {
         };
         let unpacked = unpacked.map_err(|source| ImageError::Layer { digest: name, source })?;
         tracing::debug!(layer = %name, bytes = budget.peak(), entries = unpacked.entries, "unpacked a layer");
+        // What follows may wait for a worker that needs memory.
+        drop(budget);
         if digest.is_some_and(|digest| digest != unpacked.digest) {
             return Err(ImageError::Digest { what: format!("layer {name}"), got: unpacked.digest });
         }
@@ -386,16 +388,19 @@ impl StoreState {
     }
 
     /// Writes the tree, the document and the entry in the list. Blocks.
-    fn commit_image(&self, plan: ImagePlan, layers: Vec<Digest>, cancel: &Cancel) -> Result<ImageId, ImageError> {
+    pub fn commit_image(&self, plan: ImagePlan, layers: Vec<Digest>, cancel: &Cancel) -> Result<ImageId, ImageError> {
         let id = plan.id;
         let (tree, tree_length, blobs) = self.build_tree(&layers, cancel)?;
         let config = (ContentKind::Config, id);
         let document_length = plan.document.len() as u64;
         let listed = self.published.images().contains_key(&id);
+        let pin = self.directory.pin(config);
+        let writing = pin.blocking_lock();
         if !listed || self.check_content(config, Some(document_length))?.is_some() {
             write_whole(&self.directory.path(config), &plan.document)?;
             self.damage.set(config, None);
         }
+        drop(writing);
         let different: HashSet<Digest> = layers.iter().copied().collect();
         let parts = different
             .iter()

@@ -38,6 +38,8 @@ impl StoreState {
     pub fn build_tree(&self, diff_ids: &[Digest], cancel: &Cancel) -> Result<BuiltTree, ImageError> {
         let tree = tree_name(diff_ids);
         let key = (ContentKind::Tree, tree);
+        let pin = self.directory.pin(key);
+        let _writing = pin.blocking_lock();
         for same in self.published.images().values().filter(|stored| stored.tree == tree) {
             let blobs = same.blobs.iter().map(|(layer, length)| ((ContentKind::Layer, *layer), *length));
             let mut sound = true;

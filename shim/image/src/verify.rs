@@ -193,7 +193,18 @@ impl StoreState {
         let (key, cancel) = ((ContentKind::Layer, diff_id), Cancel::default());
         let mut verifier = Verifier { pace: VerifyPace::Full, cancel: &cancel, files: 0, bytes: 0 };
         let damaged = self.verify_content(key, None, &mut verifier)?.unwrap_or_default();
-        if !damaged.is_empty() && !needed_content(&self.published.images()).contains(&key) {
+        if !damaged.is_empty() {
+            self.remove_damaged_layer(diff_id)?;
+        }
+        Ok(())
+    }
+
+    /// Removes a layer that is still damaged, that no image uses and that no pull writes at the moment.
+    fn remove_damaged_layer(&self, diff_id: Digest) -> Result<(), FileError> {
+        let key = (ContentKind::Layer, diff_id);
+        let pin = self.directory.pin(key);
+        let Ok(_writing) = pin.try_lock() else { return Ok(()) };
+        if self.damage.get(&key).is_some() && !needed_content(&self.published.images()).contains(&key) {
             remove_if_there(&self.directory.index_path(diff_id))?;
             self.damage.set(key, None);
         }
@@ -439,3 +450,7 @@ impl ImageStore {
 fn one_line(error: &(dyn std::error::Error + 'static)) -> String {
     Chain(error).to_string()
 }
+
+#[cfg(test)]
+#[path = "verify_tests.rs"]
+mod tests;

@@ -1,0 +1,111 @@
+//! Tests that a verification and the writers of content exclude each other.
+
+use super::*;
+use crate::catalogue::StoredImage;
+use crate::install::tree_name;
+use crate::plan::{ImageNames, ImagePlan};
+use crate::{FileDamage, ImageStoreConfig};
+use std::sync::mpsc;
+
+/// A store with one image, which has no layer.
+struct Scene {
+    directory: tempfile::TempDir,
+    shared: Arc<StoreState>,
+    id: ImageId,
+}
+
+const DOCUMENT: &[u8] = b"{}";
+/// A layer that the store does not have.
+const LAYER: Digest = Digest([7; 32]);
+
+impl Scene {
+    fn new() -> Scene {
+        let directory = tempfile::tempdir().unwrap();
+        let shared = ImageStore::open(directory.path(), ImageStoreConfig::default()).unwrap().shared;
+        let (id, tree) = (Digest::of(DOCUMENT), tree_name(&[]));
+        fs::write(shared.directory.path((ContentKind::Tree, tree)), [0; 4096]).unwrap();
+        let stored = StoredImage {
+            tags: Default::default(),
+            digests: Default::default(),
+            user: String::new(),
+            artifact_type: None,
+            size: 0,
+            added: 0,
+            layers: vec![],
+            tree,
+            tree_length: 4096,
+            blobs: vec![],
+            removed: false,
+            document_length: Some(DOCUMENT.len() as u64),
+        };
+        shared.lock_catalogue().update(|images| drop(images.insert(id, stored))).unwrap();
+        Scene { directory, shared, id }
+    }
+
+    /// Asserts that this work does not end while the pin of this content is locked, and ends after that.
+    fn assert_waits<R: Send>(&self, key: ContentKey, work: impl FnOnce(&StoreState) -> R + Send) -> R {
+        let pin = self.shared.directory.pin(key);
+        let held = pin.try_lock().unwrap();
+        std::thread::scope(|scope| {
+            let (sender, receiver) = mpsc::channel();
+            scope.spawn(move || sender.send(work(&self.shared)).unwrap());
+            let early = receiver.recv_timeout(Duration::from_millis(300));
+            drop(held);
+            assert!(early.is_err(), "the work ended while {key:?} was locked");
+            receiver.recv_timeout(Duration::from_secs(60)).unwrap()
+        })
+    }
+}
+
+#[test]
+fn metadata_are_built_and_removed_under_their_lock() {
+    let scene = Scene::new();
+    let tree = (ContentKind::Tree, tree_name(&[LAYER]));
+    let built = scene.assert_waits(tree, |shared| shared.build_tree(&[LAYER], &Cancel::default()));
+    assert!(built.is_err(), "the layer is missing");
+    scene.shared.lock_catalogue().update(|images| images.get_mut(&scene.id).unwrap().layers.push(LAYER)).unwrap();
+    let tree = (ContentKind::Tree, tree_name(&[]));
+    let path = scene.shared.directory.path(tree);
+    scene.assert_waits(tree, |shared| shared.remove_trees_of_layer(LAYER)).unwrap();
+    assert!(!path.exists() && path.starts_with(scene.directory.path()));
+}
+
+#[test]
+fn a_configuration_is_written_under_its_lock() {
+    let scene = Scene::new();
+    let config = (ContentKind::Config, scene.id);
+    let plan = ImagePlan {
+        id: scene.id,
+        document: DOCUMENT.to_vec(),
+        user: String::new(),
+        artifact_type: None,
+        layers: vec![],
+        names: ImageNames::default(),
+    };
+    let committed = scene.assert_waits(config, |shared| shared.commit_image(plan, vec![], &Cancel::default()));
+    assert_eq!(committed.unwrap(), scene.id);
+    assert_eq!(fs::read(scene.shared.directory.path(config)).unwrap(), DOCUMENT);
+}
+
+#[test]
+fn a_damaged_layer_is_removed_only_while_it_is_damaged_and_not_written() {
+    let scene = Scene::new();
+    let (key, index) = ((ContentKind::Layer, LAYER), scene.shared.directory.index_path(LAYER));
+    fs::write(&index, "x").unwrap();
+    let set_damaged = || {
+        let file = DamagedFile { path: index.clone(), damage: FileDamage::Checksum };
+        scene.shared.damage.set(key, Some(file));
+    };
+    set_damaged();
+    let pin = scene.shared.directory.pin(key);
+    let writing = pin.try_lock().unwrap();
+    scene.shared.remove_damaged_layer(LAYER).unwrap();
+    assert!(index.exists(), "a pull writes the layer");
+    scene.shared.damage.set(key, None);
+    drop(writing);
+    scene.shared.remove_damaged_layer(LAYER).unwrap();
+    assert!(index.exists(), "the pull has repaired the layer");
+    set_damaged();
+    scene.shared.remove_damaged_layer(LAYER).unwrap();
+    assert!(!index.exists());
+}
