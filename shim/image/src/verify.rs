@@ -137,18 +137,34 @@ impl StoreState {
     ) -> Result<Option<ImageVerification>, ImageError> {
         let images = self.published.images();
         let unreadable = self.lock_catalogue().unreadable().clone();
-        let (mut chosen, mut entries) = (BTreeSet::new(), BTreeSet::new());
+        let mut chosen = BTreeSet::new();
         for name in names {
             match find_image(&images, name)? {
-                Some(id) => drop(chosen.insert(id)),
-                None if unreadable.contains_key(name) => drop(entries.insert(name)),
+                Some(id) => drop(chosen.insert(id.to_string())),
+                None if unreadable.contains_key(name) => drop(chosen.insert(name.clone())),
                 None => return Err(ImageError::NotFound { name: name.clone() }),
             }
         }
         if names.is_empty() {
-            chosen.extend(images.keys());
-            entries.extend(unreadable.keys());
+            chosen.extend(images.keys().map(ImageId::to_string));
+            chosen.extend(unreadable.into_keys());
         }
+        let report = self.verify_entries(&chosen, pace, cancel);
+        if names.is_empty() && report.is_some() {
+            self.damage.set_verified(now());
+        }
+        Ok(report)
+    }
+
+    /// Verifies the images of these keys of the list, which are ids unless their entries are invalid. Leaves keys out that the list no
+    /// longer has. A file that cannot be read is reported, and the image is not recorded as damaged if the error proves no damage.
+    /// Returns `None` if it was cancelled.
+    fn verify_entries(&self, keys: &BTreeSet<String>, pace: VerifyPace, cancel: &Cancel) -> Option<ImageVerification> {
+        let images = self.published.images();
+        let unreadable = self.lock_catalogue().unreadable().clone();
+        let (entries, chosen): (Vec<&String>, Vec<&String>) =
+            keys.iter().partition(|key| unreadable.contains_key(*key));
+        let chosen: BTreeSet<ImageId> = chosen.into_iter().filter_map(|key| key.parse().ok()).collect();
         let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0 };
         let mut verified: HashMap<ContentKey, Vec<DamagedFile>> = HashMap::new();
         let mut damaged = Vec::new();
@@ -157,10 +173,13 @@ impl StoreState {
             for (key, length) in stored.content(id) {
                 let files = match verified.get(&key) {
                     Some(files) => files,
-                    None => match self.verify_content(key, length, &mut verifier)? {
-                        Some(files) => verified.entry(key).or_insert(self.keep_if_needed(key, files)),
-                        None => return Ok(None),
-                    },
+                    None => {
+                        let files = match self.verify_content(key, length, &mut verifier) {
+                            Ok(files) => self.keep_if_needed(key, files?),
+                            Err(error) => vec![unreadable_file(error)],
+                        };
+                        verified.entry(key).or_insert(files)
+                    }
                 };
                 let names = if stored.tags.is_empty() { &stored.digests } else { &stored.tags };
                 damaged.extend(files.iter().map(|file| ImageDamage {
@@ -175,17 +194,14 @@ impl StoreState {
         }
         damaged.extend(entries.iter().map(|key| ImageDamage {
             image: (*key).clone(),
-            names: unreadable.get(*key).map(|entry| strings_of(entry, "tags")).unwrap_or_default(),
+            names: unreadable.get(key.as_str()).map(|entry| strings_of(entry, "tags")).unwrap_or_default(),
             path: self.directory.catalogue_path(),
             damage: FileDamage::Unreadable { why: "the entry of the image is invalid".to_owned() },
             repaired: false,
             repair_error: None,
         }));
-        if names.is_empty() {
-            self.damage.set_verified(now());
-        }
         let images = (chosen.len() + entries.len()) as u64;
-        Ok(Some(ImageVerification { images, files: verifier.files, bytes: verifier.bytes, damaged }))
+        Some(ImageVerification { images, files: verifier.files, bytes: verifier.bytes, damaged })
     }
 
     /// Verifies a layer, whether an image uses it or not. A damaged layer of no image is removed. Blocks.
@@ -218,7 +234,7 @@ impl StoreState {
         key: ContentKey,
         length: Option<u64>,
         verifier: &mut Verifier<'_>,
-    ) -> Result<Option<Vec<DamagedFile>>, ImageError> {
+    ) -> Result<Option<Vec<DamagedFile>>, FileError> {
         let pin = self.directory.pin(key);
         for _ in 0..ATTEMPTS {
             let sums = self.read_sums(key)?;
@@ -257,7 +273,10 @@ impl StoreState {
             let sum_missing = expected.is_none() && damaged.is_empty() && key.0 != ContentKind::Config;
             if let (true, Some(main)) = (sum_missing, main.sum()) {
                 let sums = ContentSums::new(main, index.and_then(|index| index.sum()));
-                sums.write(&self.directory.sums_path(key))?;
+                if let Err(error) = sums.write(&self.directory.sums_path(key)) {
+                    let error = Chain(&error);
+                    tracing::warn!(%error, "cannot record the digests of a file of the image store; the next verification does");
+                }
             }
             self.record_verified(key, &damaged);
             return Ok(Some(damaged));
@@ -303,6 +322,12 @@ fn has_own_checksum(path: &std::path::Path) -> Result<bool, FileError> {
     retry_interrupted(|| file.read_exact_at(&mut checksum, body)).map_err(at("read", path))?;
     let sum = sum_file(&file, Some(body), |_| true).map_err(at("read", path))?;
     Ok(sum.is_some_and(|sum| sum.digest == Digest(checksum)))
+}
+
+/// Returns the report of a file that cannot be read for a reason that proves no damage.
+fn unreadable_file(error: FileError) -> DamagedFile {
+    tracing::warn!(error = %Chain(&error), "cannot verify a file of the image store");
+    DamagedFile { path: error.path, damage: FileDamage::Unreadable { why: error.source.to_string() } }
 }
 
 fn now() -> u64 {

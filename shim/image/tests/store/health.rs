@@ -298,6 +298,30 @@ async fn an_archive_repairs_its_images_and_metadata_need_no_registry() {
     store.rootfs(&id).await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_that_cannot_be_read_does_not_keep_the_other_images_from_verification() {
+    let scene = Scene::new();
+    let store = scene.open();
+    let mut ids = [scene.pull(&store, "one").await.unwrap(), scene.pull(&store, "two").await.unwrap()];
+    ids.sort();
+    let paths = ids.map(|id| scene.root().join("configs").join(id.hex()));
+    // ELOOP proves no damage; it also hits root.
+    fs::remove_file(&paths[0]).unwrap();
+    std::os::unix::fs::symlink(&paths[0], &paths[0]).unwrap();
+    flip_bit(&paths[1]);
+    for repair in [false] {
+        let report = store.verify(&[], repair).await.unwrap();
+        let [unreadable, rest @ ..] = report.damaged.as_slice() else { panic!("{report:?}") };
+        assert_eq!((&unreadable.image, &unreadable.path), (&ids[0].to_string(), &paths[0]));
+        assert!(unreadable.damage.to_string().starts_with("cannot be read: "), "{unreadable:?}");
+        assert!(!unreadable.repaired && unreadable.repair_error.is_some() == repair, "{unreadable:?}");
+        assert!(store.status(&ids[0].to_string()).unwrap().is_some(), "the image is not known to be damaged");
+        let [other] = rest else { panic!("{report:?}") };
+        assert_eq!((&other.path, other.repaired), (&paths[1], repair));
+        assert!(fs::read_to_string(scene.root().join("health.json")).unwrap().contains("\"verified\":"));
+    }
+}
+
 /// Takes everything out of a store that Nacelle 0.1 did not write.
 fn make_old(scene: &Scene) {
     for path in scene.files().into_keys().filter(|path| path.extension().is_some_and(|end| end == "sum")) {
