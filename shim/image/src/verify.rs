@@ -306,6 +306,40 @@ impl StoreState {
         }
     }
 
+    /// Verifies images again after their repairs, of which `results` has the results by image. Returns their damage before with what
+    /// has become of it, and new damage. Leaves out images that were removed meanwhile. Blocks.
+    fn look_after_repair(
+        &self,
+        before: Vec<ImageDamage>,
+        results: &BTreeMap<String, Result<(), String>>,
+        cancel: &Cancel,
+    ) -> Vec<ImageDamage> {
+        let keys = results.keys().cloned().collect();
+        let Some(again) = self.verify_entries(&keys, VerifyPace::Full, cancel) else { return before };
+        let mut after = again.damaged;
+        let images = self.published.images();
+        let mut all = Vec::new();
+        for mut damage in before {
+            let remaining = after.iter().position(|other| other.image == damage.image && other.path == damage.path);
+            let is_listed = damage.image.parse().is_ok_and(|id: ImageId| images.contains_key(&id));
+            match remaining.map(|index| after.remove(index)) {
+                Some(remaining) => {
+                    let why = match results.get(&damage.image) {
+                        Some(Err(why)) => why.clone(),
+                        _ => format!("after the repair, the file {}", remaining.damage),
+                    };
+                    damage.repair_error = Some(why);
+                }
+                // The repair of the list removes an entry that names no image.
+                None if is_listed || damage.path == self.directory.catalogue_path() => damage.repaired = true,
+                None => continue,
+            }
+            all.push(damage);
+        }
+        all.extend(after);
+        all
+    }
+
     /// Removes an entry of the list that cannot be read. Blocks.
     fn remove_unreadable_entry(&self, key: &str) -> Result<(), ImageError> {
         self.lock_catalogue().remove_unreadable(key)?;
@@ -371,12 +405,9 @@ impl ImageStore {
                 let result = self.repair_image(&image).await;
                 results.insert(image, result);
             }
-            for damage in &mut report.damaged {
-                match results.get(&damage.image) {
-                    Some(Err(why)) => damage.repair_error = Some(why.clone()),
-                    _ => damage.repaired = true,
-                }
-            }
+            let before = std::mem::take(&mut report.damaged);
+            let look = move || shared.look_after_repair(before, &results, &cancel);
+            report.damaged = run_blocking("verify the repaired images", look).await?;
         }
         Ok(report)
     }
@@ -385,6 +416,10 @@ impl ImageStore {
     async fn repair_image(&self, image: &str) -> Result<(), String> {
         let shared = Arc::clone(&self.shared);
         let id = image.parse::<ImageId>().ok();
+        let images = self.shared.published.images();
+        if id.and_then(|id| images.get(&id)).is_some_and(|stored| stored.removed) {
+            return Err("the image was removed, and only running pods still use it: delete these pods".to_owned());
+        }
         let key = image.to_owned();
         let looked = run_blocking("look for damage", move || {
             let damaged = id.map(|id| shared.is_damaged(&id)).transpose()?.unwrap_or(false);

@@ -299,6 +299,63 @@ async fn an_archive_repairs_its_images_and_metadata_need_no_registry() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_image_that_was_removed_while_in_use_is_not_pulled_again() {
+    let scene = Scene::new();
+    let store = scene.open();
+    let one = scene.pull(&store, "one").await.unwrap();
+    let two = scene.pull(&store, "two").await.unwrap();
+    store.remove(&one.to_string(), &[one].into()).await.unwrap();
+    // The layer of both is repaired for the other image.
+    flip_bit(&scene.file("blob"));
+    let report = store.verify(&[], true).await.unwrap();
+    assert_eq!(report.damaged.iter().filter(|damage| damage.repaired).count(), 2, "{report:?}");
+    let path = scene.root().join("configs").join(one.hex());
+    flip_bit(&path);
+    let asked = scene.server.asked().len();
+    let report = store.verify(&[], true).await.unwrap();
+    let [damaged] = report.damaged.as_slice() else { panic!("{report:?}") };
+    assert_eq!((&damaged.path, damaged.repaired), (&path, false));
+    let why = damaged.repair_error.clone().unwrap();
+    assert!(why.contains("the image was removed"), "{why}");
+    assert_eq!(scene.server.asked().len(), asked);
+    assert!(store.find_sound(&two.to_string()).await.unwrap().is_some());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_that_is_removed_during_a_repair_is_not_reported_as_repaired() {
+    let images = [b"one", b"two"].map(|text| image(&[(Tar::new().file("f", 0o644, text).done(), Packing::Gzip)]));
+    let (served, waits) = (images.clone(), Arc::new(AtomicBool::new(false)));
+    let wait = Arc::clone(&waits);
+    let server = Server::start(move |asked| {
+        while wait.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        honest(&served[usize::from(asked.path.contains("/two/"))], asked)
+    });
+    let scene = Scene { directory: tempfile::tempdir().unwrap(), server, images };
+    let store = scene.open();
+    let mut ids = [scene.pull(&store, "one").await.unwrap(), scene.pull(&store, "two").await.unwrap()];
+    ids.sort_by_key(ImageId::to_string); // The order of the repairs.
+    for id in ids {
+        flip_bit(&scene.root().join("configs").join(id.hex()));
+    }
+    waits.store(true, Ordering::SeqCst);
+    let asked = scene.server.asked().len();
+    let verifier = store.clone();
+    let running = tokio::spawn(async move { verifier.verify(&[], true).await });
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while scene.server.asked().len() == asked {
+        assert!(Instant::now() < deadline, "the first image is not pulled");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    store.remove(&ids[1].to_string(), &Default::default()).await.unwrap();
+    waits.store(false, Ordering::SeqCst);
+    let report = running.await.unwrap().unwrap();
+    let found: Vec<_> = report.damaged.iter().map(|damage| (damage.image.clone(), damage.repaired)).collect();
+    assert_eq!(found, [(ids[0].to_string(), true)], "{report:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_file_that_cannot_be_read_does_not_keep_the_other_images_from_verification() {
     let scene = Scene::new();
     let store = scene.open();
@@ -306,10 +363,11 @@ async fn a_file_that_cannot_be_read_does_not_keep_the_other_images_from_verifica
     ids.sort();
     let paths = ids.map(|id| scene.root().join("configs").join(id.hex()));
     // ELOOP proves no damage; it also hits root.
+    let sound = fs::read(&paths[0]).unwrap();
     fs::remove_file(&paths[0]).unwrap();
     std::os::unix::fs::symlink(&paths[0], &paths[0]).unwrap();
     flip_bit(&paths[1]);
-    for repair in [false] {
+    for repair in [false, true] {
         let report = store.verify(&[], repair).await.unwrap();
         let [unreadable, rest @ ..] = report.damaged.as_slice() else { panic!("{report:?}") };
         assert_eq!((&unreadable.image, &unreadable.path), (&ids[0].to_string(), &paths[0]));
@@ -320,6 +378,9 @@ async fn a_file_that_cannot_be_read_does_not_keep_the_other_images_from_verifica
         assert_eq!((&other.path, other.repaired), (&paths[1], repair));
         assert!(fs::read_to_string(scene.root().join("health.json")).unwrap().contains("\"verified\":"));
     }
+    fs::remove_file(&paths[0]).unwrap();
+    fs::write(&paths[0], sound).unwrap();
+    assert_eq!(store.verify(&[], false).await.unwrap().damaged, vec![]);
 }
 
 /// Takes everything out of a store that Nacelle 0.1 did not write.
