@@ -41,6 +41,9 @@ struct CopyHeader {
     schema: u32,
     /// The number of the file of changes that applies to the snapshot, or of this file of changes.
     generation: u64,
+    /// The number of commits that the database had when the file began. Each line of changes is one more.
+    #[serde(default)]
+    commits: Option<u64>,
 }
 
 /// The paths of the copy of a database.
@@ -105,8 +108,12 @@ impl CopyPaths {
     }
 }
 
-/// Writes one line.
+/// Writes one line; fails if it is longer than a reader accepts.
 fn write_line(to: &mut impl Write, json: &[u8]) -> io::Result<u64> {
+    // Checksum, space and line feed.
+    if u64::try_from(json.len() + 10).is_ok_and(|length| length > MAX_LINE) {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "a commit is longer than a line of the copy may be"));
+    }
     let checksum = format!("{:08x} ", crc32fast::hash(json));
     to.write_all(&[checksum.as_bytes(), json, b"\n"].concat())?;
     Ok(u64::try_from(checksum.len() + json.len() + 1).unwrap_or(u64::MAX))
@@ -143,11 +150,12 @@ pub(crate) fn write_snapshot(
     paths: &CopyPaths,
     transaction: &ReadTransaction,
     generation: u64,
+    commits: Option<u64>,
 ) -> Result<(), StoreError> {
     let path = paths.snapshot();
     let mut draft = Draft::create(&path)?;
     let mut to = BufWriter::new(&mut draft.file);
-    let begin = encode_line(&CopyLine::Begin(CopyHeader { format: FORMAT, schema: SCHEMA, generation }));
+    let begin = encode_line(&CopyLine::Begin(CopyHeader { format: FORMAT, schema: SCHEMA, generation, commits }));
     write_line(&mut to, &begin).map_err(at("write", &path))?;
     let mut count = 0;
     for_each_row(transaction, |row| {
@@ -170,16 +178,18 @@ pub(crate) struct ChangeLog {
     /// The length in bytes.
     pub written: u64,
     count: u64,
+    /// The directory entry of the file is on the disk.
+    is_linked: bool,
 }
 
 impl ChangeLog {
     /// Creates the file, and replaces an existing one.
-    pub fn create(paths: &CopyPaths, generation: u64) -> Result<ChangeLog, FileError> {
+    pub fn create(paths: &CopyPaths, generation: u64, commits: Option<u64>) -> Result<ChangeLog, FileError> {
         let path = paths.changes(generation);
         let opened = File::options().write(true).create(true).truncate(true).mode(0o600).open(&path);
         let file = opened.map_err(at("create", &path))?;
-        let mut log = ChangeLog { path, file, written: 0, count: 0 };
-        log.write(&encode_line(&CopyLine::Begin(CopyHeader { format: FORMAT, schema: SCHEMA, generation })))?;
+        let mut log = ChangeLog { path, file, written: 0, count: 0, is_linked: false };
+        log.write(&encode_line(&CopyLine::Begin(CopyHeader { format: FORMAT, schema: SCHEMA, generation, commits })))?;
         Ok(log)
     }
 
@@ -191,14 +201,27 @@ impl ChangeLog {
         self.count += 1;
         // A persistent VM outlives the node's kernel.
         match rows.iter().any(|row| row.table == StoreTable::Vms) {
-            true => self.file.sync_data().map_err(at("write", &self.path)),
+            true => self.sync(),
             false => Ok(()),
         }
     }
 
-    /// Appends the last line: the next file of changes continues this one.
+    /// Appends the last line: the next file of changes continues this one. Durable, so that the changes of the next file, which may
+    /// be of a persistent VM, are reached after a power cut.
     pub fn end(mut self) -> Result<(), FileError> {
-        self.write(&encode_line(&CopyLine::End(self.count)))
+        self.write(&encode_line(&CopyLine::End(self.count)))?;
+        self.sync()
+    }
+
+    /// Writes the file, and its entry in the directory, to the disk.
+    fn sync(&mut self) -> Result<(), FileError> {
+        self.file.sync_data().map_err(at("write", &self.path))?;
+        if !self.is_linked {
+            let directory = self.path.parent().unwrap_or(Path::new("."));
+            File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("write", directory))?;
+            self.is_linked = true;
+        }
+        Ok(())
     }
 
     fn write(&mut self, json: &[u8]) -> Result<(), FileError> {
@@ -223,78 +246,121 @@ pub(crate) struct RestoredCopy {
     pub rows: Vec<StoredRow>,
     /// Their schema.
     pub schema: u32,
+    /// The number of commits of the database that the rows have; `None` if the copy is of a version that did not count them.
+    pub commits: Option<u64>,
     /// The time of the last change that the copy has, or of the snapshot.
     pub changed_at: SystemTime,
-    /// Why later changes may be missing; `None` if the last file of changes is readable to its end.
+    /// The reason why later changes may be missing; `None` if the last file of changes is readable to its end.
     pub cut: Option<String>,
+    /// The damage of the snapshot, from which any rows may be missing; `None` if it is intact.
+    pub damage: Option<String>,
 }
 
-/// Why a copy cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot read {path}: {why}", path = path.display())]
-pub(crate) struct CopyDamage {
-    path: PathBuf,
-    why: String,
-}
-
-/// Reads the copy; `None` if there is no snapshot. Blocks.
-pub(crate) fn read_copy(paths: &CopyPaths) -> Result<Option<RestoredCopy>, CopyDamage> {
-    let path = paths.snapshot();
-    let damage = |why: String| CopyDamage { path: path.clone(), why };
+/// Reads the intact lines of the copy; `None` if there is none. Fails if the disk cannot read a file. Blocks.
+pub(crate) fn read_copy(paths: &CopyPaths) -> Result<Option<RestoredCopy>, FileError> {
     let mut rows = BTreeMap::new();
-    let snapshot = match read_lines(&path, &mut rows) {
-        Ok(Some(snapshot)) => snapshot,
-        Ok(None) => return Ok(None),
-        Err(error) => return Err(damage(error.to_string())),
+    let generations = paths.generations()?;
+    let snapshot = read_lines(&paths.snapshot(), &mut rows, None)?;
+    let damage = match &snapshot {
+        None => Some(format!("{} is missing", paths.snapshot().display())),
+        Some(snapshot) if snapshot.ended => None,
+        Some(snapshot) => Some(snapshot.cut.clone().unwrap_or_else(|| {
+            let lacks = if snapshot.header.is_some() { "last" } else { "first" };
+            format!("{} lacks its {lacks} line", paths.snapshot().display())
+        })),
     };
-    let Some(CopyHeader { schema, mut generation, .. }) = snapshot.header else {
-        return Err(damage(snapshot.cut.unwrap_or_else(|| "it has no first line".to_owned())));
+    let begin = snapshot.as_ref().and_then(|snapshot| snapshot.header);
+    let Some(mut generation) = begin.map(|begin| begin.generation).or(generations.first().copied()) else {
+        // Without a snapshot and changes there is no copy.
+        let damaged = |snapshot: ReadLines| RestoredCopy {
+            rows: Vec::new(),
+            schema: SCHEMA,
+            commits: None,
+            changed_at: snapshot.modified,
+            cut: None,
+            damage,
+        };
+        return Ok(snapshot.map(damaged));
     };
-    if !snapshot.ended {
-        return Err(damage(snapshot.cut.unwrap_or_else(|| "its last line is missing".to_owned())));
-    }
-    let (mut changed_at, mut cut) = (snapshot.modified, None);
+    let mut schema = begin.map(|begin| begin.schema);
+    let mut commits = begin.and_then(|begin| begin.commits);
+    let mut changed_at = snapshot.as_ref().map_or(SystemTime::UNIX_EPOCH, |snapshot| snapshot.modified);
+    let mut cut = None;
     loop {
-        let changes = match read_lines(&paths.changes(generation), &mut rows) {
-            Ok(Some(changes)) => changes,
-            Ok(None) => break,
-            Err(error) => {
-                cut = Some(error.to_string());
-                break;
+        let expected = ExpectedHeader { generation, schema, commits };
+        let Some(changes) = read_lines(&paths.changes(generation), &mut rows, Some(expected))? else {
+            if generations.iter().any(|later| *later > generation) {
+                cut = Some(format!("{} is missing", paths.changes(generation).display()));
             }
+            break;
         };
         changed_at = changed_at.max(changes.modified);
-        let is_expected =
-            changes.header.is_some_and(|header| (header.generation, header.schema) == (generation, schema));
-        if !is_expected || !changes.ended {
-            cut = changes.cut;
+        if let Some(header) = changes.header {
+            schema = Some(header.schema);
+            commits = header.commits.map(|commits| commits + changes.count);
+        }
+        if !changes.ended {
+            let is_continued = generations.iter().any(|later| *later > generation);
+            let unfinished = || format!("{} lacks its last line", paths.changes(generation).display());
+            cut = changes.cut.or_else(|| is_continued.then(unfinished));
             break;
         }
         generation += 1;
     }
+    if snapshot.is_none() && rows.is_empty() {
+        return Ok(None);
+    }
     let rows = rows.into_iter().map(|((table, key), value)| StoredRow { table, key, value: Some(value) });
-    Ok(Some(RestoredCopy { rows: rows.collect(), schema, changed_at, cut }))
+    let schema = schema.unwrap_or(SCHEMA);
+    Ok(Some(RestoredCopy { rows: rows.collect(), schema, commits, changed_at, cut, damage }))
 }
 
-/// What was read of a file.
+/// The header that a file of changes must have; what is `None` is not known.
+struct ExpectedHeader {
+    generation: u64,
+    schema: Option<u32>,
+    commits: Option<u64>,
+}
+
+impl ExpectedHeader {
+    fn allows(&self, header: CopyHeader) -> bool {
+        header.generation == self.generation
+            && self.schema.is_none_or(|schema| schema == header.schema)
+            && self.commits.zip(header.commits).is_none_or(|(expected, commits)| expected == commits)
+    }
+}
+
+/// The lines that were read of a file.
 struct ReadLines {
     header: Option<CopyHeader>,
+    /// The number of lines with rows.
+    count: u64,
     /// The last line says that the file is complete.
     ended: bool,
-    /// Why the reading stopped before the end of the file.
+    /// The reason why the reading stopped before the end of the file.
     cut: Option<String>,
     modified: SystemTime,
 }
 
-/// Applies the rows of a file until its end or its first invalid line; `None` if there is no file.
-fn read_lines(path: &Path, rows: &mut BTreeMap<(StoreTable, String), Vec<u8>>) -> Result<Option<ReadLines>, FileError> {
+/// Applies the rows of a file until its end or its first invalid line, none if the header is another one than expected; `None` if
+/// there is no file.
+fn read_lines(
+    path: &Path,
+    rows: &mut BTreeMap<(StoreTable, String), Vec<u8>>,
+    expected: Option<ExpectedHeader>,
+) -> Result<Option<ReadLines>, FileError> {
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened.map_err(at("open", path))?,
     };
-    let modified = file.metadata().and_then(|file| file.modified()).map_err(at("read", path))?;
-    let mut read = ReadLines { header: None, ended: false, cut: None, modified };
-    let (mut from, mut line, mut number, mut count) = (BufReader::new(file), Vec::new(), 0_u64, 0_u64);
+    let metadata = file.metadata().map_err(at("read", path))?;
+    let modified = metadata.modified().map_err(at("read", path))?;
+    let mut read = ReadLines { header: None, count: 0, ended: false, cut: None, modified };
+    if !metadata.is_file() {
+        read.cut = Some(format!("{} is not a file", path.display()));
+        return Ok(Some(read));
+    }
+    let (mut from, mut line, mut number) = (BufReader::new(file), Vec::new(), 0_u64);
     loop {
         line.clear();
         from.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).map_err(at("read", path))?;
@@ -303,9 +369,13 @@ fn read_lines(path: &Path, rows: &mut BTreeMap<(StoreTable, String), Vec<u8>>) -
         }
         number += 1;
         match (decode_line(&line), read.header, read.ended) {
-            (Some(CopyLine::Begin(header)), None, _) if header.format == FORMAT => read.header = Some(header),
+            (Some(CopyLine::Begin(header)), None, _)
+                if header.format == FORMAT && expected.as_ref().is_none_or(|expected| expected.allows(header)) =>
+            {
+                read.header = Some(header);
+            }
             (Some(CopyLine::Rows(changed)), Some(_), false) => {
-                count += 1;
+                read.count += 1;
                 for (table, key, value) in changed {
                     match value {
                         Some(value) => drop(rows.insert((table, key), value.to_string().into())),
@@ -313,7 +383,7 @@ fn read_lines(path: &Path, rows: &mut BTreeMap<(StoreTable, String), Vec<u8>>) -
                     }
                 }
             }
-            (Some(CopyLine::End(lines)), Some(_), false) if lines == count => read.ended = true,
+            (Some(CopyLine::End(lines)), Some(_), false) if lines == read.count => read.ended = true,
             _ => {
                 read.ended = false;
                 read.cut = Some(format!("line {number} of {} is invalid", path.display()));

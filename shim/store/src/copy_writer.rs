@@ -3,7 +3,7 @@
 //! until the next snapshot.
 
 use crate::copy::{ChangeLog, CopyPaths, write_snapshot};
-use crate::database::StoredRow;
+use crate::database::{StoredRow, commits_of};
 use crate::error::{StoreError, access};
 use nacelle_base::Chain;
 use nacelle_base::files::remove_if_there;
@@ -11,7 +11,7 @@ use redb::{Database, ReadableDatabase};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// When a new snapshot begins.
+/// Decides when a new snapshot begins.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyPolicy {
     /// The shortest time between the beginnings of two snapshots.
@@ -74,8 +74,7 @@ impl CopyWriter {
         if let Some(log) = &mut self.log
             && let Err(error) = log.append(rows)
         {
-            self.log = None;
-            self.broken_at = self.broken_at.or(Some(self.generation));
+            self.break_off();
             let error = Chain(&error);
             tracing::warn!(%error, "the copy of the state store lacks the latest changes until it is written anew, which is tried again");
         }
@@ -89,6 +88,12 @@ impl CopyWriter {
         {
             self.begin(database);
         }
+    }
+
+    /// Ends the copy before a commit that it lacks, until the next snapshot.
+    pub fn break_off(&mut self) {
+        self.log = None;
+        self.broken_at = self.broken_at.or(Some(self.generation));
     }
 
     /// Begins a snapshot and the file of changes that applies to it.
@@ -107,8 +112,14 @@ impl CopyWriter {
         }
         self.generation += 1;
         let generation = self.generation;
-        self.log = match ChangeLog::create(&self.paths, generation) {
-            Ok(log) => Some(log),
+        let transaction = database.begin_read().map_err(access("read"));
+        let begun = transaction.and_then(|transaction| {
+            let commits = commits_of(&transaction)?;
+            self.log = Some(ChangeLog::create(&self.paths, generation, commits)?);
+            Ok((transaction, commits))
+        });
+        let (transaction, commits) = match begun {
+            Ok(begun) => begun,
             Err(error) => {
                 self.broken_at = self.broken_at.or(Some(generation));
                 tracing::warn!(error = %Chain(&error), "cannot begin a new copy of the state store; it is tried again");
@@ -116,17 +127,14 @@ impl CopyWriter {
             }
         };
         let paths = self.paths.clone();
-        let spawned = database.begin_read().map_err(access("read")).and_then(|transaction| {
-            // The transaction keeps the lock of the database until the files are in place.
-            let write = move || write_snapshot(&paths, &transaction, generation);
-            std::thread::Builder::new().name("store-copy".into()).spawn(write).map_err(|error| StoreError::Access {
+        // The transaction keeps the lock of the database until the files are in place.
+        let write = move || write_snapshot(&paths, &transaction, generation, commits);
+        match std::thread::Builder::new().name("store-copy".into()).spawn(write) {
+            Ok(thread) => self.running = Some((generation, thread)),
+            Err(error) => warn_of(&StoreError::Access {
                 what: "start the thread that copies",
                 source: Box::new(redb::Error::Io(error)),
-            })
-        });
-        match spawned {
-            Ok(thread) => self.running = Some((generation, thread)),
-            Err(error) => warn_of(&error),
+            }),
         }
     }
 

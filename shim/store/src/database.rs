@@ -18,12 +18,17 @@ const CONTAINERS: TableDefinition<&str, &[u8]> = TableDefinition::new("container
 const VMS: TableDefinition<&str, &[u8]> = TableDefinition::new("machines");
 const SETTINGS: TableDefinition<&str, &str> = TableDefinition::new("settings");
 
-/// What the file says of itself: its schema.
+/// Describes the file itself: its schema.
 const META: TableDefinition<&str, u32> = TableDefinition::new("meta");
 const SCHEMA_KEY: &str = "schema";
 /// The schema that this program writes. It changes with each change of the tables, and of the version of a record. Files before
 /// schema 2 do not say theirs.
 pub(crate) const SCHEMA: u32 = 2;
+/// Counts the commits, so that a database that has lost one is recognized by its copy. Files of earlier versions do not have it.
+const COUNTERS: TableDefinition<&str, u64> = TableDefinition::new("counters");
+const COMMITS_KEY: &str = "commits";
+/// The setting that marks a store as restored until the caller has kept what belongs to lost records.
+const RECORDS_LOST: &str = "records_lost";
 
 /// Time to wait for the lock of a killed daemon, which may outlive its process for a moment.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -62,6 +67,7 @@ impl StoredRow {
                 (*name).to_owned(),
                 Some(serde_json::Value::from(value.as_str()).to_string().into()),
             ),
+            Change::LostRecordsHandled => (StoreTable::Settings, RECORDS_LOST.to_owned(), None),
         };
         Ok(StoredRow { table, key, value })
     }
@@ -73,13 +79,12 @@ impl StoredRow {
     }
 }
 
-/// Opens a database, which is created if the file is missing or empty, and verifies the checksums of all its pages. Waits while
-/// another process has the file open.
+/// Opens an existing database, and verifies the checksums of all its pages. Waits while another process has the file open.
 pub(crate) fn open_database(path: &Path) -> Result<Database, OpenFailure> {
     let deadline = Instant::now() + OPEN_TIMEOUT;
     loop {
-        let create = || Database::builder().set_check_integrity_on_open(true).create(path);
-        match without_panic(create)? {
+        let open = || Database::builder().set_check_integrity_on_open(true).open(path);
+        match without_panic(open)? {
             Ok(database) => return Ok(database),
             Err(DatabaseError::DatabaseAlreadyOpen) if Instant::now() < deadline => std::thread::sleep(OPEN_PAUSE),
             Err(error) => return Err(open_failure(path, error.into())),
@@ -96,8 +101,7 @@ fn without_panic<T>(work: impl FnOnce() -> T) -> Result<T, OpenFailure> {
     })
 }
 
-/// Returns the schema of the database; `None` if it has no tables: they are created with the first rows, so one without them was
-/// cut while it was created.
+/// Returns the schema of the database; `None` if it has no tables, which are created with the first rows.
 pub(crate) fn read_schema(path: &Path, database: &Database) -> Result<Option<u32>, OpenFailure> {
     let read = || -> Result<Option<u32>, redb::Error> {
         let transaction = database.begin_read()?;
@@ -111,6 +115,21 @@ pub(crate) fn read_schema(path: &Path, database: &Database) -> Result<Option<u32
         }
     };
     without_panic(read)?.map_err(|error| open_failure(path, error))
+}
+
+/// Returns the number of commits that the database has; `None` if it is of a version that did not count them.
+pub(crate) fn read_commits(path: &Path, database: &Database) -> Result<Option<u64>, OpenFailure> {
+    let read = || commits_of(&database.begin_read()?);
+    without_panic(read)?.map_err(|error| open_failure(path, error))
+}
+
+/// Returns the number of commits that a transaction sees; `None` if the database is of a version that did not count them.
+pub(crate) fn commits_of(transaction: &ReadTransaction) -> Result<Option<u64>, redb::Error> {
+    match transaction.open_table(COUNTERS) {
+        Ok(counters) => Ok(counters.get(COMMITS_KEY)?.map(|commits| commits.value())),
+        Err(TableError::TableDoesNotExist(_)) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Migrates the database from an older schema to the present one, in one transaction.
@@ -165,19 +184,39 @@ pub(crate) fn for_each_row<E: From<redb::Error>>(
     Ok(())
 }
 
-/// Writes the rows of a new store in one transaction, with its tables and their schema.
-pub(crate) fn write_new(database: &Database, rows: &[StoredRow], schema: u32) -> Result<(), StoreError> {
+/// Creates a database of a store that is restored: it has these rows, the schema, the counter of commits, and the mark that records
+/// may be lost. The file must not exist.
+pub(crate) fn create_database(
+    path: &Path,
+    rows: &[StoredRow],
+    schema: u32,
+    commits: u64,
+) -> Result<Database, StoreError> {
+    let failed = |error: DatabaseError| StoreError::Open { path: path.to_owned(), source: Box::new(error.into()) };
+    let database = Database::create(path).map_err(failed)?;
     let transaction = database.begin_write().map_err(access("write"))?;
     put_rows(&transaction, rows)?;
+    let mark = serde_json::Value::from("true").to_string().into();
+    put_rows(
+        &transaction,
+        &[StoredRow { table: StoreTable::Settings, key: RECORDS_LOST.to_owned(), value: Some(mark) }],
+    )?;
     transaction.open_table(META).map_err(access("write"))?.insert(SCHEMA_KEY, schema).map_err(access("write"))?;
-    transaction.commit().map_err(access("write"))
+    transaction.open_table(COUNTERS).map_err(access("write"))?.insert(COMMITS_KEY, commits).map_err(access("write"))?;
+    transaction.commit().map_err(access("write"))?;
+    Ok(database)
 }
 
-/// Writes these rows in one transaction.
-pub(crate) fn write_rows(database: &Database, rows: &[StoredRow]) -> Result<(), StoreError> {
+/// Writes these rows in one transaction, and returns the number of commits that the database has then.
+pub(crate) fn write_rows(database: &Database, rows: &[StoredRow]) -> Result<u64, StoreError> {
     let transaction = database.begin_write().map_err(access("write"))?;
     put_rows(&transaction, rows)?;
-    transaction.commit().map_err(access("write"))
+    let mut counters = transaction.open_table(COUNTERS).map_err(access("write"))?;
+    let commits = counters.get(COMMITS_KEY).map_err(access("write"))?.map_or(0, |commits| commits.value()) + 1;
+    counters.insert(COMMITS_KEY, commits).map_err(access("write"))?;
+    drop(counters);
+    transaction.commit().map_err(access("write"))?;
+    Ok(commits)
 }
 
 fn put_rows(transaction: &WriteTransaction, rows: &[StoredRow]) -> Result<(), StoreError> {
@@ -235,6 +274,7 @@ pub(crate) fn decode_rows(rows: &[StoredRow]) -> (Contents, Vec<(StoredRow, Reco
             unreadable.push((row.clone(), error));
         }
     }
+    contents.records_lost = contents.settings.remove(RECORDS_LOST).is_some();
     (contents, unreadable)
 }
 

@@ -5,7 +5,7 @@ use nacelle_base::{Classify, FailureKind};
 use nacelle_model::record::RecordError;
 use std::path::{Path, PathBuf};
 
-/// Why the store cannot be used.
+/// The reason why the store cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The file cannot be opened or created.
@@ -21,6 +21,18 @@ pub enum StoreError {
     InUse {
         /// The file.
         path: PathBuf,
+    },
+    /// The file and its copy are damaged or missing, and beginning empty would end all pods.
+    #[error(
+        "the state store {path} is unusable ({why}) and cannot be restored: {copy}; restore {path} from a backup, or move it and {snapshot} away to begin with an empty store, which ends all pods", path = path.display(), snapshot = path.with_extension("copy").display()
+    )]
+    Lost {
+        /// The file.
+        path: PathBuf,
+        /// The damage of the file.
+        why: String,
+        /// The damage of the copy.
+        copy: String,
     },
     /// A newer version of Nacelle wrote the file.
     #[error(
@@ -78,7 +90,7 @@ impl Classify for StoreError {
                 _ => FailureKind::Internal,
             },
             StoreError::File(error) => error.kind(),
-            StoreError::Record(_) | StoreError::Closed => FailureKind::Internal,
+            StoreError::Record(_) | StoreError::Closed | StoreError::Lost { .. } => FailureKind::Internal,
         }
     }
 }
@@ -95,7 +107,7 @@ pub(crate) fn access<E: Into<redb::Error>>(what: &'static str) -> impl Fn(E) -> 
     move |error| StoreError::Access { what, source: Box::new(error.into()) }
 }
 
-/// Why a database could not be read.
+/// The reason why a database cannot be read.
 #[derive(Debug)]
 pub(crate) enum OpenFailure {
     /// The content of the file is invalid; the text is the reason. Another copy of the state has to be used.

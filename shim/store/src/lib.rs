@@ -13,7 +13,7 @@ mod tests;
 
 use copy::CopyPaths;
 use copy_writer::{CopyPolicy, CopyWriter};
-use database::{StoredRow, open_database, write_rows};
+use database::{SCHEMA, StoredRow, open_database, read_commits, read_schema, write_rows};
 use error::OpenFailure;
 use nacelle_base::{ContainerId, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord, VmRecord};
@@ -47,6 +47,8 @@ pub enum Change {
     ForgetVm(String),
     /// Writes a setting of the node.
     Setting(&'static str, String),
+    /// Removes the mark of [`Contents::records_lost`].
+    LostRecordsHandled,
 }
 
 /// The moment of a commit at which the [`CommitObserver`] is called.
@@ -84,13 +86,17 @@ pub struct Contents {
     pub vms: Vec<VmRecord>,
     /// The settings of the node.
     pub settings: std::collections::BTreeMap<String, String>,
-    /// Where all of this comes from.
+    /// The source of the contents.
     pub origin: ContentsOrigin,
+    /// Records may be missing, because this daemon or an earlier one restored the store. It is set at each start until
+    /// [`Change::LostRecordsHandled`] is committed.
+    pub records_lost: bool,
 }
 
 impl Store {
     /// Opens or creates the store, reads it, and starts its writer. A damaged database is set aside, and restored from the copy, as a
-    /// missing one is; the log says so, and `Contents::origin`. Blocks; retries while another process holds the file.
+    /// missing one is; the log says so, and `Contents::origin`. Fails if both are damaged beyond use, or if the disk cannot read
+    /// them. Blocks; retries while another process holds the file.
     pub fn open(path: &Path, observer: Option<CommitObserver>) -> Result<(Store, Contents), StoreError> {
         Store::open_with(path, observer, CopyPolicy::default())
     }
@@ -101,15 +107,15 @@ impl Store {
         policy: CopyPolicy,
     ) -> Result<(Store, Contents), StoreError> {
         let paths = CopyPaths::of(path);
-        let (database, contents) = recovery::open_or_restore(path, &paths)?;
+        let (database, contents, commits) = recovery::open_or_restore(path, &paths)?;
         let failed = |error| StoreError::Open { path: path.to_owned(), source: Box::new(redb::Error::Io(error)) };
         // Records contain the environment of containers, in which users keep passwords.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
         let copy = CopyWriter::start(paths, policy, &database);
-        let (queue, commits) = mpsc::channel(QUEUE_CAPACITY);
+        let (queue, requests) = mpsc::channel(QUEUE_CAPACITY);
         let writer = std::thread::Builder::new().name("store".into());
-        let file = StoreFile { path: path.to_owned(), database: Some(database), copy };
-        writer.spawn(move || write_all(file, commits, observer)).map_err(failed)?;
+        let file = StoreFile { path: path.to_owned(), database: Some(database), commits, copy };
+        writer.spawn(move || write_all(file, requests, observer)).map_err(failed)?;
         Ok((Store { queue: Arc::new(queue) }, contents))
     }
 
@@ -126,6 +132,8 @@ impl Store {
 struct StoreFile {
     path: PathBuf,
     database: Option<Database>,
+    /// The number of commits that the database has at least.
+    commits: u64,
     copy: CopyWriter,
 }
 
@@ -143,24 +151,38 @@ impl StoreFile {
             {
                 // Its transaction keeps the file open.
                 self.copy.finish();
+                // The database may have the commit after all, and the copy does not.
+                self.copy.break_off();
                 // Opened at once, so that no second daemon takes the file meanwhile; if that fails, the next commit tries again.
                 drop(database);
                 self.open_again().ok()
             }
             _ => Some(database),
         };
-        if let (Ok(()), Some(database)) = (&written, &self.database) {
+        if let (Ok(commits), Some(database)) = (&written, &self.database) {
+            self.commits = *commits;
             self.copy.add(&rows, database);
         }
-        written
+        written.map(drop)
     }
 
-    /// Opens the database of this running daemon again. If the file is damaged by now, the next daemon restores it.
+    /// Opens the database of this running daemon again. If the file was removed, replaced or damaged meanwhile, this fails, and the
+    /// next daemon restores it.
     fn open_again(&self) -> Result<Database, StoreError> {
-        open_database(&self.path).map_err(|failure| match failure {
+        let path = &self.path;
+        let open = || {
+            let database = open_database(path)?;
+            let schema = read_schema(path, &database)?;
+            let commits = read_commits(path, &database)?.unwrap_or_default();
+            match schema == Some(SCHEMA) && commits >= self.commits {
+                true => Ok(database),
+                false => Err(OpenFailure::Damaged("it is not the database that this daemon wrote".to_owned())),
+            }
+        };
+        open().map_err(|failure| match failure {
             OpenFailure::Unusable(error) => error,
             OpenFailure::Damaged(why) => {
-                StoreError::Open { path: self.path.clone(), source: Box::new(redb::Error::Corrupted(why)) }
+                StoreError::Open { path: path.clone(), source: Box::new(redb::Error::Corrupted(why)) }
             }
         })
     }

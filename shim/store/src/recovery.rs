@@ -1,32 +1,34 @@
 //! Opens the database of the store. One that is damaged is set aside, and one that is missing or was set aside is restored from its
-//! copy. Without a copy, the readable records of the damaged file are taken; without those the store begins empty.
+//! copy. Without an intact copy, the readable records of the damaged database are taken, or else those of the copy; without those
+//! the store is refused. It begins empty only if there is neither a database nor a copy.
 
 use crate::Contents;
 use crate::copy::{CopyPaths, RestoredCopy, read_copy};
 use crate::database::{
-    SCHEMA, StoredRow, decode_rows, describe_unreadable, migrate, open_database, read_rows, read_schema, write_new,
-    write_rows,
+    SCHEMA, StoredRow, create_database, decode_rows, describe_unreadable, migrate, open_database, read_commits,
+    read_rows, read_schema, write_rows,
 };
 use crate::error::{OpenFailure, StoreError};
 use nacelle_base::Chain;
 use nacelle_base::draft::Draft;
-use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
+use nacelle_base::lock::{LockError, PathLock};
 use redb::Database;
 use std::fs::{File, TryLockError};
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The number of backups from before migrations that are kept.
 const MAX_BACKUPS: usize = 3;
-/// The number of damaged databases that are kept.
+/// The number of damaged databases, and of damaged copies, that are kept.
 const MAX_DAMAGED: usize = 3;
 /// Time to wait for the lock of a damaged file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
-/// Where the contents of a store come from.
+/// The source of the contents of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ContentsOrigin {
     /// The database.
@@ -36,62 +38,134 @@ pub enum ContentsOrigin {
     Copy,
     /// The records of a damaged database that could be read.
     Damaged,
-    /// Nothing: there is no database and no copy, or none that can be read.
+    /// Nothing: there is no database and no copy.
     Nothing,
 }
 
-/// Opens or restores the database `path`, and reads it.
-pub(crate) fn open_or_restore(path: &Path, copy: &CopyPaths) -> Result<(Database, Contents), StoreError> {
+/// Opens or restores the database `path`, and reads it. Returns also the number of its commits.
+pub(crate) fn open_or_restore(path: &Path, copy: &CopyPaths) -> Result<(Database, Contents, u64), StoreError> {
+    if let Examined::Intact(opened) = examine(path, copy)? {
+        return Ok(*opened);
+    }
+    // Another daemon may do the same.
+    let _lock = PathLock::acquire(&PathLock::path_beside(path), LOCK_TIMEOUT).map_err(|error| match error {
+        LockError::File(error) => StoreError::from(error),
+        LockError::Held { .. } => StoreError::InUse { path: path.to_owned() },
+    })?;
+    match examine(path, copy)? {
+        Examined::Intact(opened) => Ok(*opened),
+        Examined::Lost(loss) => restore(path, copy, loss),
+    }
+}
+
+/// The state of the database.
+enum Examined {
+    Intact(Box<(Database, Contents, u64)>),
+    Lost(Loss),
+}
+
+/// The reason why the database cannot be used, and what there is instead.
+struct Loss {
+    why: String,
+    /// The rows of a damaged database that can be read; `None` if there is no database.
+    readable: Option<Vec<StoredRow>>,
+    copy: Option<RestoredCopy>,
+}
+
+/// Opens the database, and compares it with its copy: redb takes back a damaged last commit without a word.
+fn examine(path: &Path, copy: &CopyPaths) -> Result<Examined, StoreError> {
     let (why, readable) = match load(path) {
-        Ok(Some((database, contents))) => return Ok((database, contents)),
+        Ok(Some((database, contents, commits))) => {
+            let copied = match read_copy(copy) {
+                Ok(copied) => copied,
+                Err(error) => {
+                    tracing::warn!(error = %Chain(&error), "cannot read the copy of the state store, which is intact");
+                    set_copy_aside(copy)?;
+                    None
+                }
+            };
+            if let Some(damage) = copied.as_ref().and_then(|copied| copied.damage.as_ref()) {
+                tracing::warn!(damage, "the copy of the state store is damaged, and the state store is intact");
+                set_copy_aside(copy)?;
+                return Ok(Examined::Intact(Box::new((database, contents, commits.unwrap_or_default()))));
+            }
+            let more = copied.as_ref().and_then(|copied| copied.commits?.checked_sub(commits?)).unwrap_or_default();
+            if more == 0 {
+                return Ok(Examined::Intact(Box::new((database, contents, commits.unwrap_or_default()))));
+            }
+            drop(database);
+            let why = format!("it lacks the last commits, {more} of them, which its copy has");
+            return Ok(Examined::Lost(Loss { why, readable: Some(Vec::new()), copy: copied }));
+        }
         Ok(None) => ("it is missing".to_owned(), None),
         Err(LoadFailure::Unusable(error)) => return Err(error),
         Err(LoadFailure::Damaged { why, readable }) => (why, Some(readable)),
     };
-    let restored = read_copy(copy).unwrap_or_else(|error| {
-        tracing::warn!(error = %Chain(&error), "the copy of the state store cannot be used");
-        None
-    });
+    Ok(Examined::Lost(Loss { why, readable, copy: read_copy(copy)? }))
+}
+
+/// Writes a new database with the best rows that there are, which replaces the damaged one.
+fn restore(path: &Path, copy: &CopyPaths, loss: Loss) -> Result<(Database, Contents, u64), StoreError> {
+    let Loss { why, readable, copy: restored } = loss;
     if let Some(newer) = restored.as_ref().map(|copy| copy.schema).filter(|schema| *schema > SCHEMA) {
         return Err(newer_than_this(path, newer));
     }
     let is_damaged = readable.is_some();
-    let set_aside = if is_damaged { Some(set_aside(path)?) } else { None };
-    let (mut rows, schema, origin, copied) = match (restored, readable) {
-        (Some(RestoredCopy { rows, schema, changed_at, cut }), _) => {
-            (rows, schema, ContentsOrigin::Copy, Some((changed_at, cut)))
+    let copy_damage = restored.as_ref().and_then(|copy| copy.damage.clone());
+    let readable = readable.unwrap_or_default();
+    let (mut rows, schema, origin, commits, copied) = match restored {
+        Some(RestoredCopy { rows, schema, changed_at, cut, commits, damage })
+            if damage.is_none() || readable.is_empty() && !rows.is_empty() =>
+        {
+            (rows, schema, ContentsOrigin::Copy, commits.unwrap_or_default(), Some((changed_at, damage.or(cut))))
         }
-        (None, Some(rows)) if !rows.is_empty() => (rows, SCHEMA, ContentsOrigin::Damaged, None),
-        (None, _) => (Vec::new(), SCHEMA, ContentsOrigin::Nothing, None),
+        _ if !readable.is_empty() => (readable, SCHEMA, ContentsOrigin::Damaged, 0, None),
+        None if !is_damaged => (Vec::new(), SCHEMA, ContentsOrigin::Nothing, 0, None),
+        _ => {
+            let copy = copy_damage.unwrap_or_else(|| "it has no copy".to_owned());
+            return Err(StoreError::Lost { path: path.to_owned(), why, copy });
+        }
     };
     rows.retain(StoredRow::can_be_written);
-    let database = open_database(path).map_err(|failure| new_file_failure(path, failure))?;
-    // The tables, by which a complete database is recognized, come with the rows.
-    write_new(&database, &rows, schema)?;
+    let mut draft = path.as_os_str().to_owned();
+    draft.push(".new");
+    let draft = PathBuf::from(draft);
+    // Of a daemon that was killed.
+    remove_if_there(&draft)?;
+    let database = create_database(&draft, &rows, schema, commits)?;
     if schema < SCHEMA {
         migrate(&database, schema)?;
     }
-    let rows = read_rows(path, &database).map_err(|failure| new_file_failure(path, failure))?;
+    let rows = read_rows(&draft, &database).map_err(|failure| new_file_failure(path, failure))?;
     let (mut contents, unreadable) = decode_rows(&rows);
     contents.origin = origin;
+    let mut commits = commits;
     if !unreadable.is_empty() {
         let removals: Vec<_> = unreadable.iter().map(|(row, _)| StoredRow { value: None, ..row.clone() }).collect();
-        write_rows(&database, &removals)?;
+        commits = write_rows(&database, &removals)?;
+    }
+    std::fs::set_permissions(&draft, std::fs::Permissions::from_mode(0o600)).map_err(at("write", &draft))?;
+    // From here on the path has the damaged or the new database at any moment.
+    let set_aside = if is_damaged { Some(set_aside(path)?) } else { None };
+    std::fs::rename(&draft, path).map_err(at("write", path))?;
+    sync_directory_of(path)?;
+    if copy_damage.is_some() {
+        set_copy_aside(copy)?;
     }
     if is_damaged || origin != ContentsOrigin::Nothing {
         let found = Found { path, why, set_aside, origin, copied };
         found.warn(&contents, &describe_unreadable(&unreadable));
     }
-    Ok((database, contents))
+    Ok((database, contents, commits))
 }
 
-/// What was found instead of a database, for the log.
+/// The findings of a restore, for the log.
 struct Found<'a> {
     path: &'a Path,
     why: String,
     set_aside: Option<PathBuf>,
     origin: ContentsOrigin,
-    /// The time of the last change that the copy has, and why it may end early.
+    /// The time of the last change that the copy has, and the reason why it may lack some.
     copied: Option<(SystemTime, Option<String>)>,
 }
 
@@ -110,13 +184,9 @@ impl Found<'_> {
                     "the state store was restored from its copy; last_change_age is the time in seconds since the copy's last change, and pods and containers without a record are ended"
                 );
             }
-            (ContentsOrigin::Damaged, _) => tracing::warn!(
-                %path, why, set_aside, pods, containers, vms, unreadable,
-                "the state store is damaged and has no copy; its readable records are kept, and pods and containers without a record are ended"
-            ),
             _ => tracing::warn!(
-                %path, why, set_aside,
-                "the state store is damaged and has no copy: it begins empty, and all pods are ended"
+                %path, why, set_aside, pods, containers, vms, unreadable,
+                "the state store is damaged and has no intact copy; its readable records are kept, and pods and containers without a record are ended"
             ),
         }
     }
@@ -132,7 +202,7 @@ fn new_file_failure(path: &Path, failure: OpenFailure) -> StoreError {
     }
 }
 
-/// Why a database cannot be loaded.
+/// The reason why a database cannot be loaded.
 enum LoadFailure {
     /// It is damaged; these rows can be read.
     Damaged { why: String, readable: Vec<StoredRow> },
@@ -149,17 +219,17 @@ impl From<OpenFailure> for LoadFailure {
     }
 }
 
-/// Opens and reads the database; `None` if there is none, or one whose creation was cut.
-fn load(path: &Path) -> Result<Option<(Database, Contents)>, LoadFailure> {
+/// Opens and reads the database, with the number of its commits; `None` if there is none.
+fn load(path: &Path) -> Result<Option<(Database, Contents, Option<u64>)>, LoadFailure> {
     match std::fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(LoadFailure::Unusable(at("find", path)(error).into())),
-        Ok(file) if file.len() == 0 => return Ok(None),
+        Ok(file) if file.len() == 0 => return Err(OpenFailure::Damaged("it is empty".to_owned()).into()),
         Ok(_) => {}
     }
     let mut database = open_database(path)?;
     match read_schema(path, &database)? {
-        None => return Ok(None),
+        None => return Err(OpenFailure::Damaged("it has no tables".to_owned()).into()),
         Some(SCHEMA) => {}
         Some(newer) if newer > SCHEMA => return Err(LoadFailure::Unusable(newer_than_this(path, newer))),
         Some(older) => {
@@ -183,7 +253,8 @@ fn load(path: &Path) -> Result<Option<(Database, Contents)>, LoadFailure> {
         let why = describe_unreadable(&unreadable);
         return Err(LoadFailure::Damaged { why, readable: rows });
     }
-    Ok(Some((database, contents)))
+    let commits = read_commits(path, &database)?;
+    Ok(Some((database, contents, commits)))
 }
 
 /// Returns the path of the backup of a database with this schema.
@@ -212,8 +283,8 @@ pub(crate) fn back_up(path: &Path, schema: u32) -> Result<PathBuf, FileError> {
     Ok(backup)
 }
 
-/// Renames the damaged database to `NAME.damaged-SECONDS`, and removes the oldest of such files. The lock keeps another daemon out
-/// that is about to do the same.
+/// Links the damaged database as `NAME.damaged-SECONDS`, and removes the oldest of such files. The lock keeps another daemon out
+/// that has the file open.
 fn set_aside(path: &Path) -> Result<PathBuf, StoreError> {
     let deadline = Instant::now() + LOCK_TIMEOUT;
     let file = File::open(path).map_err(at("open", path))?;
@@ -227,23 +298,35 @@ fn set_aside(path: &Path) -> Result<PathBuf, StoreError> {
     }
     let of = |file: std::fs::Metadata| (file.dev(), file.ino());
     if file.metadata().map(of).ok() != std::fs::metadata(path).map(of).ok() {
-        // The other daemon has set it aside and serves.
+        // Another daemon has replaced it and serves.
         return Err(StoreError::InUse { path: path.to_owned() });
     }
     file.set_permissions(std::fs::Permissions::from_mode(0o600)).map_err(at("change the mode of", path))?;
-    Ok(keep_as(path, "damaged", MAX_DAMAGED, |from, to| std::fs::rename(from, to))?)
+    let to = path_aside(path)?;
+    std::fs::hard_link(path, &to).map_err(at("keep", path))?;
+    sync_directory_of(path)?;
+    Ok(to)
 }
 
-/// Keeps a database as `NAME.KIND-SECONDS`, durably, and removes the oldest files of that kind beyond `max`.
-pub(crate) fn keep_as(
-    path: &Path,
-    kind: &str,
-    max: usize,
-    keep: impl FnOnce(&Path, &Path) -> io::Result<()>,
-) -> Result<PathBuf, FileError> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let prefix = format!("{name}.{kind}-");
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+/// Moves the files of a copy that cannot be used into a directory `NAME.damaged-SECONDS`, and removes the oldest of such directories.
+fn set_copy_aside(copy: &CopyPaths) -> Result<(), FileError> {
+    let to = path_aside(&copy.snapshot())?;
+    std::fs::DirBuilder::new().mode(0o700).create(&to).map_err(at("create", &to))?;
+    let changes = copy.generations()?.into_iter().map(|generation| copy.changes(generation));
+    for file in changes.chain([copy.snapshot()]) {
+        match std::fs::rename(&file, to.join(file.file_name().unwrap_or_default())) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            renamed => renamed.map_err(at("move", &file))?,
+        }
+    }
+    tracing::warn!(set_aside = %to.display(), "the copy of the state store was set aside; a new one is written");
+    sync_directory_of(&to)
+}
+
+/// Returns the path `NAME.damaged-SECONDS` for a file that is set aside, and removes the oldest files of this kind.
+fn path_aside(path: &Path) -> Result<PathBuf, FileError> {
+    let prefix = format!("{}.damaged-", path.file_name().unwrap_or_default().to_string_lossy());
+    let directory = directory_of(path);
     let mut kept = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(at("read", directory))? {
         let name = entry.map_err(at("read", directory))?.file_name();
@@ -253,11 +336,17 @@ pub(crate) fn keep_as(
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     // Also after the clock was set back, the new file is the last one.
     let seconds = kept.last().map_or(now, |last| now.max(last + 1));
-    let to = directory.join(format!("{prefix}{seconds}"));
-    keep(path, &to).map_err(at("keep", path))?;
-    File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("write", directory))?;
-    for old in kept.iter().take((kept.len() + 1).saturating_sub(max)) {
-        remove_if_there(&directory.join(format!("{prefix}{old}")))?;
+    for old in kept.iter().take((kept.len() + 1).saturating_sub(MAX_DAMAGED)) {
+        remove_tree_if_there(&directory.join(format!("{prefix}{old}")))?;
     }
-    Ok(to)
+    Ok(directory.join(format!("{prefix}{seconds}")))
+}
+
+fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn sync_directory_of(path: &Path) -> Result<(), FileError> {
+    let directory = directory_of(path);
+    File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("write", directory))
 }

@@ -138,14 +138,13 @@ fn a_damaged_database_is_set_aside_and_restored_whole() {
 }
 
 #[test]
-fn an_empty_file_and_one_without_tables_count_as_missing() {
+fn an_empty_file_and_one_without_tables_are_restored() {
     let place = Place::new();
     place.fill();
     std::fs::write(place.path(), "").unwrap();
     let (store, contents) = place.open();
     check_filled(&contents);
     place.close(store);
-    // As after a kill while the database was restored.
     std::fs::remove_file(place.path()).unwrap();
     drop(redb::Database::create(place.path()).unwrap());
     let contents = place.open().1;
@@ -196,15 +195,179 @@ fn a_record_of_another_version_is_no_damage() {
 }
 
 #[test]
-fn without_database_and_copy_the_store_begins_empty() {
+fn a_damaged_database_without_a_copy_is_refused_and_left_in_place() {
+    for content in ["hello, I am a text", ""] {
+        let place = Place::new();
+        place.fill();
+        place.remove_copy();
+        std::fs::write(place.path(), content).unwrap();
+        for _ in 0..2 {
+            let error = Store::open(&place.path(), None).err().unwrap();
+            let text = error.to_string();
+            assert!(matches!(error, StoreError::Lost { .. }), "{text}");
+            for part in [&*place.path().to_string_lossy(), "no copy", "from a backup", "away", "ends all pods"] {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+            assert_eq!(std::fs::read_to_string(place.path()).unwrap(), content);
+        }
+        // The administrator's decision.
+        std::fs::rename(place.path(), place.0.path().join("away")).unwrap();
+        let contents = place.open().1;
+        assert_eq!(contents.origin, ContentsOrigin::Nothing);
+        assert!(contents.pods.is_empty() && contents.records_lost);
+    }
+}
+
+#[test]
+fn a_restored_store_says_that_records_may_be_lost_until_that_is_handled() {
     let place = Place::new();
     place.fill();
-    place.remove_copy();
+    std::fs::remove_file(place.path()).unwrap();
+    for _ in 0..2 {
+        let (store, contents) = place.open();
+        assert!(contents.records_lost);
+        assert_eq!(contents.settings.len(), 1, "{:?}", contents.settings);
+        place.close(store);
+    }
+    let (store, _) = place.open();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(store.commit(vec![Change::LostRecordsHandled])).unwrap();
+    place.close(store);
+    assert!(!place.open().1.records_lost);
+}
+
+#[tokio::test]
+async fn a_last_commit_that_the_database_has_lost_is_taken_from_the_copy() {
+    let place = Place::new();
+    let (store, _) = place.open();
+    for n in 1..=3 {
+        store.commit(vec![Change::Pod(pod(n).into())]).await.unwrap();
+    }
+    let before = std::fs::read(place.path()).unwrap();
+    store.commit(vec![Change::Pod(pod(4).into())]).await.unwrap();
+    // As after a kill: the database was not closed.
+    let killed = Place::new();
+    for file in place.files("state.") {
+        std::fs::copy(&file, killed.0.path().join(file.file_name().unwrap())).unwrap();
+    }
+    let mut after = std::fs::read(killed.path()).unwrap();
+    // Flips the bytes of the pages that the last commit has written, behind the header.
+    for (at, byte) in after.iter_mut().enumerate().skip(4096) {
+        if before.get(at) != Some(byte) {
+            *byte ^= 0xff;
+        }
+    }
+    std::fs::write(killed.path(), after).unwrap();
+    let contents = killed.open().1;
+    assert_eq!(contents.pods, [pod(1), pod(2), pod(3), pod(4)]);
+    assert_eq!(contents.origin, ContentsOrigin::Copy);
+    assert_eq!(killed.files("damaged-").len(), 1);
+}
+
+#[test]
+fn a_copy_that_the_disk_cannot_read_is_kept_and_the_store_is_refused() {
+    let place = Place::new();
+    place.fill();
+    let copy = place.0.path().join("state.copy");
+    let kept = place.0.path().join("kept");
+    std::fs::rename(&copy, &kept).unwrap();
+    // Opening it fails with ELOOP, for root too.
+    std::os::unix::fs::symlink("state.copy", &copy).unwrap();
+    let database = std::fs::read(place.path()).unwrap();
     std::fs::write(place.path(), "hello, I am a text").unwrap();
-    let (_store, contents) = place.open();
-    assert_eq!(contents.origin, ContentsOrigin::Nothing);
-    assert!(contents.pods.is_empty());
-    assert_eq!(std::fs::read_to_string(&place.files("damaged-")[0]).unwrap(), "hello, I am a text");
+    let error = Store::open(&place.path(), None).err().unwrap();
+    assert!(matches!(error, StoreError::File(_)) && error.to_string().contains("state.copy"), "{error}");
+    std::fs::remove_file(place.path()).unwrap();
+    assert!(Store::open(&place.path(), None).is_err());
+    assert!(copy.is_symlink() && !place.path().exists(), "nothing is changed");
+    // An intact database does not need it, and it is kept.
+    std::fs::write(place.path(), database).unwrap();
+    let (store, contents) = place.open();
+    assert_eq!(contents.origin, ContentsOrigin::Database);
+    check_filled(&contents);
+    place.close(store);
+    assert_eq!(place.files("state.copy.damaged-").len(), 1);
+    assert!(!copy.is_symlink() && copy.exists());
+}
+
+#[tokio::test]
+async fn a_database_that_is_removed_while_the_daemon_runs_is_not_created_again() {
+    let place = Place::new();
+    let (store, _) = place.open();
+    store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
+    place.close(store);
+    let copy =
+        CopyWriter::start(CopyPaths::of(&place.path()), CopyPolicy::default(), &open_database(&place.path()).unwrap());
+    let mut file = StoreFile { path: place.path(), database: None, commits: 1, copy };
+    let away = place.0.path().join("away");
+    std::fs::rename(place.path(), &away).unwrap();
+    let change = [Change::Pod(pod(2).into())];
+    for content in [None, Some("")] {
+        if let Some(content) = content {
+            std::fs::write(place.path(), content).unwrap();
+        }
+        file.write(&change).unwrap_err();
+        assert_eq!(std::fs::read_to_string(place.path()).ok().as_deref(), content);
+    }
+    std::fs::rename(&away, place.path()).unwrap();
+    file.write(&change).unwrap();
+    drop(file);
+    assert_eq!(place.open().1.pods, [pod(1), pod(2)]);
+}
+
+#[test]
+fn a_restore_that_was_killed_begins_again() {
+    let place = Place::new();
+    place.fill();
+    std::fs::write(place.path(), "hello, I am a text").unwrap();
+    std::fs::write(place.0.path().join("state.redb.new"), "half a database").unwrap();
+    let (store, contents) = place.open();
+    check_filled(&contents);
+    place.close(store);
+    assert_eq!(place.files("state.redb.new"), Vec::<PathBuf>::new());
+    // A draft that cannot be created leaves everything in place.
+    std::fs::write(place.path(), "hello, I am a text").unwrap();
+    std::fs::create_dir(place.0.path().join("state.redb.new")).unwrap();
+    assert!(Store::open(&place.path(), None).is_err());
+    assert_eq!(std::fs::read_to_string(place.path()).unwrap(), "hello, I am a text");
+    assert_eq!(place.files("damaged-").len(), 1);
+}
+
+#[tokio::test]
+async fn changes_with_another_header_or_without_an_end_are_reported_as_lost() {
+    let place = Place::new();
+    let (store, _) = place.open();
+    store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
+    place.close(store);
+    let paths = CopyPaths::of(&place.path());
+    let first = place.files("state.changes.").pop().unwrap();
+    let number: u64 = first.extension().unwrap().to_str().unwrap().parse().unwrap();
+    // The next file exists, and this one has no end.
+    std::fs::copy(&first, paths.changes(number + 1)).unwrap();
+    let copy = copy::read_copy(&paths).unwrap().unwrap();
+    assert!(copy.cut.unwrap().contains("lacks its last line"));
+    // A file that belongs to another snapshot: none of its rows is used.
+    std::fs::remove_file(paths.changes(number + 1)).unwrap();
+    let text = std::fs::read_to_string(&first).unwrap();
+    let (_, rest) = text.split_once('\n').unwrap();
+    let header = format!("{{\"begin\":{{\"format\":1,\"schema\":2,\"generation\":{}}}}}", number + 1);
+    std::fs::write(&first, format!("{:08x} {header}\n{rest}", crc32fast::hash(header.as_bytes()))).unwrap();
+    let copy = copy::read_copy(&paths).unwrap().unwrap();
+    assert!(copy.cut.unwrap().contains("line 1"));
+    assert!(copy.rows.iter().all(|row| row.table != database::StoreTable::Pods), "{:?}", copy.rows);
+}
+
+#[tokio::test]
+async fn a_commit_longer_than_a_line_is_not_written_to_the_copy() {
+    let place = Place::new();
+    let (store, _) = place.open();
+    store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
+    store.commit(vec![Change::Setting("long", "x".repeat(64 << 20))]).await.unwrap();
+    store.commit(vec![Change::Pod(pod(2).into())]).await.unwrap();
+    let copy = copy::read_copy(&CopyPaths::of(&place.path())).unwrap().unwrap();
+    assert_eq!(copy.rows.iter().filter(|row| row.table == database::StoreTable::Pods).count(), 1);
+    assert!(copy.cut.is_none(), "the copy ends before the commit: {:?}", copy.cut);
+    assert_eq!(copy.commits, Some(1));
 }
 
 #[test]
@@ -218,15 +381,36 @@ fn a_copy_that_is_damaged_too_gives_what_is_intact() {
     for tail in ["\n00000000 {\"rows\":[]}\n", "\n1234", "\n\0\0\0\0\0\0\0\0\0\0\0\n"] {
         std::fs::write(&changes, cut.join("\n") + tail).unwrap();
         let copy = copy::read_copy(&CopyPaths::of(&place.path())).unwrap().unwrap();
-        assert_eq!(copy.rows.len(), 6);
+        // Three pods, their containers, and the mark of the new store.
+        assert_eq!(copy.rows.len(), 7);
         assert!(copy.cut.unwrap().contains("line 5"));
     }
+    // The snapshot is damaged too: the rows of the changes are used.
     std::fs::write(place.files("state.copy").pop().unwrap(), "no copy").unwrap();
     std::fs::remove_file(place.path()).unwrap();
     let (store, contents) = place.open();
-    assert_eq!(contents.origin, ContentsOrigin::Nothing);
-    // A new copy replaces it.
+    assert_eq!((contents.origin, contents.pods.len()), (ContentsOrigin::Copy, 3));
+    assert!(contents.records_lost);
     place.close(store);
+    let aside = place.files("state.copy.damaged-").pop().unwrap();
+    assert_eq!(std::fs::read_to_string(aside.join("state.copy")).unwrap(), "no copy");
+    assert!(aside.join(changes.file_name().unwrap()).exists());
+    // Nothing of the copy is intact.
+    place
+        .files("state.c")
+        .iter()
+        .filter(|path| path.is_file())
+        .for_each(|path| std::fs::write(path, "no copy").unwrap());
+    let database = std::fs::read(place.path()).unwrap();
+    std::fs::remove_file(place.path()).unwrap();
+    let error = Store::open(&place.path(), None).err().unwrap();
+    assert!(matches!(error, StoreError::Lost { .. }), "{error}");
+    // An intact database does not need it. A new copy replaces it.
+    std::fs::write(place.path(), database).unwrap();
+    let (store, contents) = place.open();
+    assert_eq!((contents.origin, contents.pods.len()), (ContentsOrigin::Database, 3));
+    place.close(store);
+    assert_eq!(place.files("state.copy.damaged-").len(), 2);
     place.fill();
     std::fs::remove_file(place.path()).unwrap();
     check_filled(&place.open().1);
@@ -249,8 +433,12 @@ async fn snapshots_while_commits_come_lose_nothing_and_leave_few_files() {
                 // A file may be removed meanwhile by the snapshot that replaces it.
                 let _ = std::fs::copy(&file, copy.path().join(file.file_name().unwrap()));
             }
-            let copied = copy::read_copy(&CopyPaths::of(&copy.path().join("state.redb"))).unwrap();
-            assert!(copied.is_some());
+            let copied = copy::read_copy(&CopyPaths::of(&copy.path().join("state.redb"))).unwrap().unwrap();
+            let last = copied.rows.iter().find(|row| row.key == "last").unwrap();
+            assert_eq!(last.value.as_deref().unwrap(), format!("\"{n}\"").as_bytes());
+            let pods: Vec<_> = copied.rows.iter().filter(|row| row.table == database::StoreTable::Pods).collect();
+            assert_eq!(pods.len(), 1, "{pods:?}");
+            assert_eq!(pods[0].key, pod(n).id.to_string());
         }
     }
     place.close(store);
@@ -275,14 +463,18 @@ async fn a_copy_that_could_not_be_written_is_made_up_for() {
         store.commit(vec![Change::Pod(pod(n).into())]).await.unwrap();
     }
     // The first commit is in the file of changes that was there, and the copy has no gaps.
-    assert_eq!(copy::read_copy(&paths).unwrap().unwrap().rows.len(), 1);
+    let pods = || {
+        let rows = copy::read_copy(&paths).unwrap().unwrap().rows;
+        rows.into_iter().filter(|row| row.table == database::StoreTable::Pods).count()
+    };
+    assert_eq!(pods(), 1);
     for n in 21..=40 {
         store.commit(vec![Change::Pod(pod(n).into())]).await.unwrap();
     }
     obstacles.iter().for_each(|path| std::fs::remove_dir(path).unwrap());
     store.commit(vec![Change::Pod(pod(41).into())]).await.unwrap();
     place.close(store);
-    assert_eq!(copy::read_copy(&paths).unwrap().unwrap().rows.len(), 41);
+    assert_eq!(pods(), 41);
     assert!(place.files("state.changes.").len() <= 2, "{:?}", place.files("state.changes."));
 }
 
