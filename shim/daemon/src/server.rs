@@ -25,7 +25,7 @@ use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use nacelle_store::{CommitObserver, ContentsOrigin, Store, StoreError};
+use nacelle_store::{Change, CommitObserver, Store, StoreError};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -66,7 +66,7 @@ pub struct DaemonSetup {
     pub events: Events,
 }
 
-/// Why the daemon cannot run.
+/// The reason why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A file operation failed.
@@ -153,17 +153,22 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
             tracing::warn!(%error, "events may have earlier times than those of the last daemon if the clock was set back");
         }
         let images = open_images(&opened_config, &unpack)?;
-        let unknown = match contents.origin {
-            ContentsOrigin::Database => UnknownVms::Remove,
-            ContentsOrigin::Copy | ContentsOrigin::Damaged | ContentsOrigin::Nothing => {
-                UnknownVms::KeepIn(paths.lost_machines())
-            }
-        };
+        let unknown = UnknownVms::after(&contents, paths.lost_machines());
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone(), unknown)?;
         let templates = Templates::open(&opened_config, pod_program);
         Ok((store, contents, images, vms, templates, locks, events))
     });
     let (store, contents, images, vms, templates, locks, events) = opened.await??;
+    if contents.records_lost && vms.left_in_place() == 0 {
+        let store = store.clone();
+        // Not awaited: until this is committed, the next start keeps unknown directories of VMs as well.
+        tokio::spawn(async move {
+            if let Err(error) = store.commit(vec![Change::LostRecordsHandled]).await {
+                let error = Chain(&error);
+                tracing::warn!(%error, "cannot record that the disks of lost VMs are kept; the next start looks for such disks again");
+            }
+        });
+    }
     let cidrs = RwLock::new(Vec::new());
     let services = NodeServices { config, engine, store, images, vms, templates, pods, networks, cidrs, events, locks };
     Ok(Node::recover(services, contents).await)

@@ -7,7 +7,7 @@ use nacelle_base::task::{TaskError, run_blocking};
 use nacelle_base::{Chain, Classify, FailureKind, random};
 use nacelle_model::digest::ImageId;
 use nacelle_model::record::VmRecord;
-use nacelle_store::{Change, Store, StoreError};
+use nacelle_store::{Change, Contents, Store, StoreError};
 use nacelle_vmi::annotations::machine_id::ExpectedMachineId;
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use tokio::sync::watch;
 
-/// Why an operation on a persistent VM failed.
+/// The reason why an operation on a persistent VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     /// The record cannot be written.
@@ -135,6 +135,7 @@ pub struct Vms {
     change_lock: tokio::sync::Mutex<()>,
     locked: LockedNames,
     changes: watch::Sender<()>,
+    left_in_place: usize,
 }
 
 /// Locked names, with the operation that holds each and the image that it needs.
@@ -171,17 +172,28 @@ pub fn id(namespace: &str, name: &str) -> String {
     format!("{namespace}/{name}")
 }
 
-/// What happens to the directories of VMs without a record when the table is created.
+/// The treatment of the directories of VMs without a record when the table is created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnknownVms {
     /// They are removed: their VMs were deleted, or never finished.
     Remove,
-    /// They are moved to this directory, because records may have been lost.
+    /// They are moved to this directory, because records may have been lost. One that cannot be moved stays.
     KeepIn(PathBuf),
 }
 
+impl UnknownVms {
+    /// Returns the treatment for these contents of the store: directories are kept in `lost` if records may have been lost.
+    pub fn after(contents: &Contents, lost: PathBuf) -> UnknownVms {
+        match contents.records_lost {
+            true => UnknownVms::KeepIn(lost),
+            false => UnknownVms::Remove,
+        }
+    }
+}
+
 impl Vms {
-    /// Creates the table from these records, and removes or keeps directories without a record. Blocks.
+    /// Creates the table from these records, and removes or keeps directories without a record. Blocks. The caller asks for
+    /// [`UnknownVms::KeepIn`] again at the next start while [`left_in_place`](Vms::left_in_place) is not 0.
     pub fn open(
         directory: PathBuf,
         store: Store,
@@ -189,6 +201,7 @@ impl Vms {
         unknown: UnknownVms,
     ) -> Result<Vms, FileError> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at("create", &directory))?;
+        let mut left_in_place = 0;
         for entry in std::fs::read_dir(&directory).map_err(at("read", &directory))? {
             let entry = entry.map_err(at("read", &directory))?;
             let known = |record: &VmRecord| entry.file_name().to_str() == Some(&record.uid);
@@ -198,13 +211,25 @@ impl Vms {
             match &unknown {
                 UnknownVms::Remove => remove_tree_if_there(&entry.path())?,
                 UnknownVms::KeepIn(lost) => {
-                    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(lost).map_err(at("create", lost))?;
                     let to = lost.join(entry.file_name());
-                    std::fs::rename(entry.path(), &to).map_err(at("move the VM without a record to", &to))?;
-                    tracing::warn!(
-                        path = %to.display(),
-                        "the state store has no record of the VM with these disks: they are kept here; remove them, or create a VM from them"
-                    );
+                    let moved = std::fs::DirBuilder::new()
+                        .recursive(true)
+                        .mode(0o700)
+                        .create(lost)
+                        .and_then(|()| std::fs::rename(entry.path(), &to));
+                    match moved {
+                        Ok(()) => tracing::warn!(
+                            path = %to.display(),
+                            "the state store has no record of the VM with these disks: they are kept here; remove them, or create a VM from them"
+                        ),
+                        Err(error) => {
+                            left_in_place += 1;
+                            tracing::warn!(
+                                path = %entry.path().display(), to = %to.display(), %error,
+                                "the state store has no record of the VM with these disks, and they cannot be moved: they stay; move them away, or remove them"
+                            );
+                        }
+                    }
                 }
             }
         }
@@ -216,7 +241,13 @@ impl Vms {
             change_lock: tokio::sync::Mutex::new(()),
             locked: LockedNames::default(),
             changes: watch::Sender::new(()),
+            left_in_place,
         })
+    }
+
+    /// Returns the number of directories without a record that could not be moved when the table was created.
+    pub fn left_in_place(&self) -> usize {
+        self.left_in_place
     }
 
     /// Returns a receiver that is notified after each change of a record.
@@ -484,6 +515,51 @@ mod tests {
         assert_eq!(vms.unwrap().list(), []);
         assert_eq!(std::fs::read(lost.join(&record.uid).join("root.qcow2")).unwrap(), b"data");
         assert_eq!(std::fs::read_dir(directory.path().join("machines")).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn disks_without_a_record_that_cannot_be_moved_stay() {
+        let directory = tempfile::tempdir().unwrap();
+        let vms = open_vms(directory.path());
+        let record = vms.get_or_create("default", "db", None).await.unwrap();
+        std::fs::write(vms.directory(&record).join("root.qcow2"), "data").unwrap();
+        let disks = vms.directory(&record);
+        drop(vms);
+        let lost = directory.path().join("lost-machines");
+        let taken = lost.join(&record.uid);
+        std::fs::create_dir_all(&taken).unwrap();
+        std::fs::write(taken.join("root.qcow2"), "older").unwrap();
+        let open = |name: &str| {
+            let (store, _) = Store::open(&directory.path().join(name), None).unwrap();
+            Vms::open(directory.path().join("machines"), store, vec![], UnknownVms::KeepIn(lost.clone())).unwrap()
+        };
+        assert_eq!(open("a.redb").left_in_place(), 1);
+        assert_eq!(std::fs::read(disks.join("root.qcow2")).unwrap(), b"data");
+        assert_eq!(std::fs::read(taken.join("root.qcow2")).unwrap(), b"older");
+        std::fs::remove_dir_all(&taken).unwrap();
+        assert_eq!(open("b.redb").left_in_place(), 0);
+        assert!(!disks.exists());
+    }
+
+    /// The first daemon after the loss ends before it has moved the disks.
+    #[tokio::test]
+    async fn the_second_start_after_a_loss_of_records_keeps_the_disks_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let vms = open_vms(directory.path());
+        let record = vms.get_or_create("default", "db", None).await.unwrap();
+        drop(vms);
+        for entry in std::fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().path()) {
+            if entry.is_file() {
+                std::fs::remove_file(entry).unwrap();
+            }
+        }
+        let path = directory.path().join("s.redb");
+        drop(Store::open(&path, None).unwrap());
+        let (store, contents) = Store::open(&path, None).unwrap();
+        let (machines, lost) = (directory.path().join("machines"), directory.path().join("lost-machines"));
+        let unknown = UnknownVms::after(&contents, lost.clone());
+        Vms::open(machines, store, contents.vms, unknown).unwrap();
+        assert!(lost.join(&record.uid).is_dir());
     }
 
     #[tokio::test]

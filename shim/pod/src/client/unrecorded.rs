@@ -1,5 +1,6 @@
 //! Ends the processes of pods of which neither a record nor a run directory is left. Their command lines name the run directories
-//! that they had, in which no other daemon has pods.
+//! that they had. No other daemon of this mount namespace has pods there, but one in a container of the node may use the same path.
+//! Its processes are seen here too, so processes of pods of another PID namespace than this daemon's are left alone.
 
 use super::cleanup::kill_process;
 use crate::identity;
@@ -22,8 +23,8 @@ struct UnrecordedPod {
 }
 
 /// Ends all processes of pods whose run directory would be in `pods` and is not one of `known`, with their cgroups. Failures are
-/// logged. Returns the run directories of the pods that it found.
-pub async fn end_unrecorded(pods: &Path, known: &BTreeSet<PathBuf>) -> Vec<PathBuf> {
+/// logged.
+pub async fn end_unrecorded(pods: &Path, known: &BTreeSet<PathBuf>) {
     let (parent, known) = (pods.to_owned(), known.clone());
     let mut found = run_blocking_or_panic(move || find_unrecorded(&parent)).await;
     found.retain(|dir, _| !known.contains(dir));
@@ -42,7 +43,6 @@ pub async fn end_unrecorded(pods: &Path, known: &BTreeSet<PathBuf>) -> Vec<PathB
             }
         }
     }
-    found.into_keys().collect()
 }
 
 /// Returns the pods of which processes run, by their run directories. Blocks.
@@ -60,6 +60,10 @@ fn find_unrecorded(pods: &Path) -> BTreeMap<PathBuf, UnrecordedPod> {
         let Ok(process) = identity::of_pid(pid) else { continue };
         let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { continue };
         let Some(dir) = run_directory(&line, pods) else { continue };
+        let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { continue };
+        if !is_of_own_pid_namespace(&status) {
+            continue;
+        }
         let pod = found.entry(dir.clone()).or_default();
         let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
         pod.cgroups.extend(pod_cgroups(&groups, &dir));
@@ -79,6 +83,13 @@ fn run_directory(line: &[u8], pods: &Path) -> Option<PathBuf> {
         Component::Normal(name) => Some(pods.join(name)),
         _ => None,
     }
+}
+
+/// Returns whether the pod of a process belongs to this PID namespace, given the text of its /proc/PID/status: the process is in this
+/// namespace, or is process 1 of a namespace below it, as the jailed agent of a pod is.
+fn is_of_own_pid_namespace(status: &str) -> bool {
+    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+    matches!(ids.split_ascii_whitespace().collect::<Vec<_>>()[..], [_] | [_, "1"])
 }
 
 /// Returns the cgroups of the pod of this run directory among those of a process, given the text of its /proc/PID/cgroup: the
@@ -149,6 +160,15 @@ mod tests {
         }
     }
 
+    #[test]
+    fn only_processes_of_pods_of_this_pid_namespace_are_found() {
+        let of = |ids: &str| is_of_own_pid_namespace(&format!("Name:\tnacelle-pod\nNSpid:\t{ids}\nNSpgid:\t7\n"));
+        assert!(of("812") && of("812\t1"));
+        // Of a daemon in a container.
+        assert!(!of("812\t30") && !of("812\t31\t1") && !of(""));
+        assert!(is_of_own_pid_namespace(&std::fs::read_to_string("/proc/self/status").unwrap()));
+    }
+
     #[tokio::test]
     async fn a_process_without_a_record_is_ended_and_one_with_a_record_is_not() {
         let pods = tempfile::tempdir().unwrap();
@@ -161,8 +181,7 @@ mod tests {
         };
         let (lost, known) = (pods.path().join("0123456789abc"), pods.path().join("1123456789abc"));
         let (mut ended, mut spared) = (start(&lost), start(&known));
-        let found = end_unrecorded(pods.path(), &BTreeSet::from([known])).await;
-        assert_eq!(found, [lost]);
+        end_unrecorded(pods.path(), &BTreeSet::from([known])).await;
         assert_eq!(ended.wait().unwrap().signal(), Some(libc::SIGKILL));
         assert!(spared.try_wait().unwrap().is_none());
         spared.kill().unwrap();
