@@ -307,7 +307,7 @@ pub(crate) fn read_copy(paths: &CopyPaths) -> Result<Option<RestoredCopy>, FileE
         }
         generation += 1;
     }
-    if snapshot.is_none() && rows.is_empty() {
+    if snapshot.is_none() && rows.is_empty() && cut.is_none() {
         return Ok(None);
     }
     let rows = rows.into_iter().map(|((table, key), value)| StoredRow { table, key, value: Some(value) });

@@ -72,29 +72,25 @@ struct Loss {
     copy: Option<RestoredCopy>,
 }
 
-/// Opens the database, and compares it with its copy: redb takes back a damaged last commit without a word.
+/// Opens the database, and compares it with its copy: after an unclean end redb takes back a damaged last commit without an error.
 fn examine(path: &Path, copy: &CopyPaths) -> Result<Examined, StoreError> {
     let (why, readable) = match load(path) {
         Ok(Some((database, contents, commits))) => {
-            let copied = match read_copy(copy) {
-                Ok(copied) => copied,
-                Err(error) => {
-                    tracing::warn!(error = %Chain(&error), "cannot read the copy of the state store, which is intact");
-                    set_copy_aside(copy)?;
-                    None
-                }
+            let intact_copy = match read_copy(copy) {
+                Ok(Some(RestoredCopy { damage: Some(damage), .. })) => Err(damage),
+                Ok(copied) => Ok(copied),
+                Err(error) => Err(Chain(&error).to_string()),
             };
-            if let Some(damage) = copied.as_ref().and_then(|copied| copied.damage.as_ref()) {
-                tracing::warn!(damage, "the copy of the state store is damaged, and the state store is intact");
-                set_copy_aside(copy)?;
-                return Ok(Examined::Intact(Box::new((database, contents, commits.unwrap_or_default()))));
-            }
-            let more = copied.as_ref().and_then(|copied| copied.commits?.checked_sub(commits?)).unwrap_or_default();
-            if more == 0 {
+            let copied = intact_copy.or_else(|damage| {
+                tracing::warn!(damage, "the copy of the state store cannot be used; the state store itself is intact");
+                set_copy_aside(copy).map(|()| None)
+            })?;
+            let ahead = copied.as_ref().and_then(|copied| copied.commits?.checked_sub(commits?)).unwrap_or_default();
+            if ahead == 0 {
                 return Ok(Examined::Intact(Box::new((database, contents, commits.unwrap_or_default()))));
             }
             drop(database);
-            let why = format!("it lacks the last commits, {more} of them, which its copy has");
+            let why = format!("it lacks its last {ahead} commits, which the copy has");
             return Ok(Examined::Lost(Loss { why, readable: Some(Vec::new()), copy: copied }));
         }
         Ok(None) => ("it is missing".to_owned(), None),
@@ -112,7 +108,12 @@ fn restore(path: &Path, copy: &CopyPaths, loss: Loss) -> Result<(Database, Conte
     }
     let is_damaged = readable.is_some();
     let copy_damage = restored.as_ref().and_then(|copy| copy.damage.clone());
-    let readable = readable.unwrap_or_default();
+    let mut readable = readable.unwrap_or_default();
+    let (records, _) = decode_rows(&readable);
+    if records.pods.is_empty() && records.containers.is_empty() && records.vms.is_empty() {
+        // Settings alone would end all pods.
+        readable.clear();
+    }
     let (mut rows, schema, origin, commits, copied) = match restored {
         Some(RestoredCopy { rows, schema, changed_at, cut, commits, damage })
             if damage.is_none() || readable.is_empty() && !rows.is_empty() =>

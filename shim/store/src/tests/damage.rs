@@ -184,6 +184,22 @@ fn an_undecodable_record_is_taken_from_the_copy_or_else_left_out() {
 }
 
 #[test]
+fn a_database_without_any_readable_record_and_without_a_copy_is_refused() {
+    let place = Place::new();
+    let (store, _) = place.open();
+    place.close(store);
+    write_record(&place.path(), pod(2).id.as_str(), b"{}");
+    place.remove_copy();
+    let error = Store::open(&place.path(), None).err().unwrap();
+    assert!(matches!(error, StoreError::Lost { .. }), "{error}");
+    // Neither a snapshot nor an intact line of changes.
+    std::fs::remove_file(place.path()).unwrap();
+    std::fs::write(place.0.path().join("state.changes.7"), "no copy").unwrap();
+    let error = Store::open(&place.path(), None).err().unwrap();
+    assert!(matches!(error, StoreError::Lost { .. }), "{error}");
+}
+
+#[test]
 fn a_record_of_another_version_is_no_damage() {
     let place = Place::new();
     place.fill();
@@ -360,7 +376,8 @@ async fn changes_with_another_header_or_without_an_end_are_reported_as_lost() {
 #[tokio::test]
 async fn a_commit_longer_than_a_line_is_not_written_to_the_copy() {
     let place = Place::new();
-    let (store, _) = place.open();
+    let policy = CopyPolicy { pause: Duration::from_secs(3600), changes: 1 << 30 };
+    let (store, _) = Store::open_with(&place.path(), None, policy).unwrap();
     store.commit(vec![Change::Pod(pod(1).into())]).await.unwrap();
     store.commit(vec![Change::Setting("long", "x".repeat(64 << 20))]).await.unwrap();
     store.commit(vec![Change::Pod(pod(2).into())]).await.unwrap();
