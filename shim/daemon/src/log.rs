@@ -55,7 +55,8 @@ pub struct LogFilterError {
 
 impl Default for LogFilter {
     fn default() -> LogFilter {
-        LogFilter { text: "info".to_owned(), targets: Targets::new().with_default(LevelFilter::INFO) }
+        let targets = Targets::new().with_default(LevelFilter::INFO).with_target(OWN_MODULES, LevelFilter::INFO);
+        LogFilter { text: "info".to_owned(), targets }
     }
 }
 
@@ -213,6 +214,7 @@ mod tests {
                 assert_eq!(found, Some(lowest), "{text} {target}");
             }
         }
+        assert_eq!("info".parse(), Ok(LogFilter::default()));
         let off: LogFilter = "off".parse().unwrap();
         assert!(!off.targets.would_enable("nacelle", &Level::ERROR));
     }
