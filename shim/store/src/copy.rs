@@ -16,6 +16,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+/// The largest number of a file of changes: one that no daemon reaches. Files with larger ones are not of a store.
+const MAX_GENERATION: u64 = 1 << 62;
+
 /// The version of the format of both files.
 const FORMAT: u32 = 1;
 /// The longest line in bytes. A commit has a few records, each of which a request of at most 16 MiB has made.
@@ -81,6 +84,7 @@ impl CopyPaths {
             let name = entry.map_err(at("read", &self.directory))?.file_name();
             found.extend(name.to_str().and_then(|name| name.strip_prefix(&prefix)?.parse::<u64>().ok()));
         }
+        found.retain(|number| *number <= MAX_GENERATION);
         found.sort_unstable();
         Ok(found)
     }
@@ -95,7 +99,7 @@ impl CopyPaths {
             _ => {}
         }
         let named = match decode_line(&line) {
-            Some(CopyLine::Begin(header)) => header.generation,
+            Some(CopyLine::Begin(header)) if header.generation <= MAX_GENERATION => header.generation,
             _ => 0,
         };
         Ok(self.generations()?.last().copied().unwrap_or_default().max(named))

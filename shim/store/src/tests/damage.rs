@@ -567,3 +567,14 @@ proptest! {
         check_filled(&place.open().1);
     }
 }
+
+#[test]
+fn a_file_whose_number_no_store_reaches_is_ignored() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("state.redb");
+    drop(Store::open(&path, None).unwrap());
+    let foreign = directory.path().join(format!("state.changes.{}", u64::MAX));
+    std::fs::write(&foreign, "").unwrap();
+    drop(Store::open(&path, None).unwrap());
+    assert!(foreign.exists());
+}
