@@ -12,7 +12,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// The subjects that can be measured.
-pub const SUBJECTS: [&str; 5] = ["nacelle", "pressure", "containerd", "qemu", "accounts"];
+pub const SUBJECTS: [&str; 4] = ["nacelle", "containerd", "qemu", "accounts"];
 /// How long the node is left alone before it is measured.
 const SETTLE_TIME: Duration = Duration::from_secs(8);
 /// A row has the mean duration of this many starts, the last ones before it.
@@ -21,24 +21,20 @@ const STARTS_IN_MEAN: usize = 10;
 /// The milliseconds of a start's parts by name.
 type StartTimes = BTreeMap<String, f64>;
 
-/// How much each pod writes, in MiB: less than `/dev/shm` holds, and more than a clone owns when it sleeps.
-const WRITTEN_MIB: u64 = 40;
-
 /// Returns `{"engine", "density": [{"runtime", "pods", "pss", "used", ...: MiB for each pod, "start": {NAME: ms}}, ...],
-/// "pressure": [...], "accounts": [...]}`; the latter are the results of `measure_pressure` and [`accounts::measure`].
+/// "accounts": [...]}`; the latter is the result of [`accounts::measure`].
 pub fn measure(subjects: &[&str], stages: &[usize]) -> Value {
-    let (mut density, mut pressure) = (Vec::new(), Vec::new());
+    let mut density = Vec::new();
     for subject in subjects {
         match *subject {
             "nacelle" => density.extend(measure_nacelle(stages)),
-            "pressure" => pressure.extend(measure_pressure(stages)),
             "containerd" => density.extend(measure_containerd(stages)),
             "qemu" => density.extend(measure_qemu(stages)),
             _ => {}
         }
     }
     let accounts = subjects.contains(&"accounts").then(accounts::measure);
-    json!({"engine": engine(), "density": density, "pressure": pressure, "accounts": accounts})
+    json!({"engine": engine(), "density": density, "accounts": accounts})
 }
 
 pub fn counting_node() -> TestNode {
@@ -102,15 +98,9 @@ fn mean(starts: &[StartTimes]) -> StartTimes {
 
 /// Creates a pod with one container that sleeps.
 fn run_sleeping_pod(cri: &mut RuntimeClient, image: &str) -> (BenchPod, StartTimes) {
-    let (pod, _, times) = run_sleeping_container(cri, image);
-    (pod, times)
-}
-
-/// Like `run_sleeping_pod`; returns the id of the container, too.
-fn run_sleeping_container(cri: &mut RuntimeClient, image: &str) -> (BenchPod, String, StartTimes) {
     let (pod, sandbox) = cri.run_pod();
-    let (container, first_byte) = cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
-    (pod, container, StartTimes::from([("RunPodSandbox".to_owned(), sandbox), ("first byte".to_owned(), first_byte)]))
+    let (_, first_byte) = cri.start(&pod, image, &["/bin/sh", "-c", "echo here; exec sleep 1000000"]);
+    (pod, StartTimes::from([("RunPodSandbox".to_owned(), sandbox), ("first byte".to_owned(), first_byte)]))
 }
 
 /// Like `run_sleeping_pod`, with the steps that Nacelle has recorded.
@@ -141,46 +131,6 @@ fn measure_nacelle(stages: &[usize]) -> Vec<Value> {
     let name = format!("Nacelle, {}", engine());
     let (pods, rows) = measure_stages(&name, stages, || run_recorded_pod(&mut cri, &image), roots, charged);
     pods.iter().for_each(|pod| cri.remove_pod(pod));
-    rows
-}
-
-/// All pods write to their memory and free it again. Returns for each number of pods `{"pods", "before", "written", "freed": MiB of the
-/// node for each pod, "reported": MiB for each pod when they have written, as CRI says}`.
-fn measure_pressure(stages: &[usize]) -> Vec<Value> {
-    let node = counting_node();
-    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
-    let mut cri = nacelle_client(&node);
-    let (first, _) = run_sleeping_pod(&mut cri, &image);
-    cri.remove_pod(&first);
-    std::thread::sleep(SETTLE_TIME);
-    let empty = memory::node_memory_in_use().all;
-    let (mut pods, mut rows) = (Vec::new(), Vec::new());
-    for wanted in stages {
-        while pods.len() < *wanted {
-            let (pod, container, _) = run_sleeping_container(&mut cri, &image);
-            pods.push((pod, container));
-        }
-        let each = |bytes: f64| bytes / MIB / *wanted as f64;
-        let used = || {
-            std::thread::sleep(SETTLE_TIME);
-            each(memory::node_memory_in_use().all - empty)
-        };
-        let before = used();
-        let write = format!("head -c {WRITTEN_MIB}m /dev/zero >/dev/shm/data");
-        for (_, container) in &pods {
-            cri.exec(container, &["/bin/sh", "-c", &write]);
-        }
-        let written = used();
-        let reported = each(pods.iter().map(|(pod, _)| cri.memory_usage(pod)).sum());
-        for (_, container) in &pods {
-            cri.exec(container, &["/bin/rm", "/dev/shm/data"]);
-        }
-        let freed = used();
-        let row = json!({"pods": wanted, "before": before, "written": written, "reported": reported, "freed": freed});
-        eprintln!("{row}");
-        rows.push(row);
-    }
-    pods.iter().for_each(|(pod, _)| cri.remove_pod(pod));
     rows
 }
 
