@@ -11,6 +11,7 @@ use crate::directory::{ContentKey, ContentKind};
 use crate::idle::lower_thread_priority;
 use crate::install::{StoreState, needed_content};
 use crate::layer::index::CHECKSUM_BYTES;
+use crate::plan::ImageNames;
 use crate::store::ImageStore;
 use crate::sums::{ContentSums, FileSum, sum_file};
 use nacelle_base::Chain;
@@ -340,6 +341,18 @@ impl StoreState {
         all
     }
 
+    /// Gives an image these tags, but for those that another image has by now. Blocks.
+    fn restore_tags(&self, id: ImageId, tags: Vec<String>) -> Result<(), ImageError> {
+        if tags.is_empty() {
+            return Ok(());
+        }
+        self.lock_catalogue().update(|images| {
+            let is_free = |tag: &String| !images.values().any(|stored| stored.tags.contains(tag));
+            let tags = tags.into_iter().filter(is_free).collect();
+            ImageNames { tags, digests: Vec::new() }.assign(images, &id);
+        })
+    }
+
     /// Removes an entry of the list that cannot be read. Blocks.
     fn remove_unreadable_entry(&self, key: &str) -> Result<(), ImageError> {
         self.lock_catalogue().remove_unreadable(key)?;
@@ -425,22 +438,28 @@ impl ImageStore {
             let damaged = id.map(|id| shared.is_damaged(&id)).transpose()?.unwrap_or(false);
             let unreadable = shared.lock_catalogue().unreadable().get(&key).cloned();
             let references = digest_references(&shared.published.images(), unreadable.as_ref(), &key);
-            Ok::<_, ImageError>((damaged, unreadable.is_some(), references))
+            let tags = unreadable.as_ref().map(|entry| strings_of(entry, "tags")).unwrap_or_default();
+            Ok::<_, ImageError>((damaged, unreadable.is_some(), references, tags))
         });
-        let (damaged, unreadable, references) =
+        let (damaged, unreadable, references, tags) =
             looked.await.map_err(|error| one_line(&error))?.map_err(|error| one_line(&error))?;
         if !damaged && !unreadable {
             return Ok(());
         }
         let mut why = "no registry is known for it: load it again from its archive, or pull it by its name".to_owned();
-        let mut pulled = references.is_empty();
+        // An entry that names an image stays until that image is here again.
+        let mut pulled = references.is_empty() && tags.is_empty();
         for reference in references {
             let result = match Reference::parse(&reference) {
                 Ok(reference) => self.pull(&reference, None).await,
                 Err(error) => Err(error),
             };
             match result {
-                Ok(got) if Some(got) == id => return Ok(()),
+                Ok(got) if Some(got) == id => {
+                    let shared = Arc::clone(&self.shared);
+                    let restored = run_blocking("restore the tags of an image", move || shared.restore_tags(got, tags));
+                    return restored.await.map_err(|error| one_line(&error))?.map_err(|error| one_line(&error));
+                }
                 Ok(got) => {
                     pulled = true;
                     why = format!("{reference} is the image {got} now");

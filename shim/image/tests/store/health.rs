@@ -529,10 +529,32 @@ async fn a_damaged_entry_of_the_list_keeps_its_files_and_the_rest_is_collected()
             assert_eq!(scene.pull(&store, "one").await.unwrap(), one);
         }
         assert!(store.find_sound(&one.to_string()).await.unwrap().is_some(), "{what}");
+        assert!(store.status(&scene.name("one")).unwrap().is_some(), "{what}: it has its tag");
         assert_eq!(store.verify(&[], false).await.unwrap().damaged, vec![], "{what}");
         store.remove(&one.to_string(), &Default::default()).await.unwrap();
         assert_eq!(scene.files().len(), 0, "{what}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_repair_keeps_an_entry_whose_image_it_cannot_pull() {
+    let scene = Scene::new();
+    let store = scene.open();
+    let one = scene.pull(&store, "one").await.unwrap();
+    drop(store);
+    let list = scene.root().join("index.json");
+    let mut value: serde_json::Value = serde_json::from_slice(&fs::read(&list).unwrap()).unwrap();
+    value["images"][one.to_string()]["digests"] = 7.into();
+    fs::write(&list, value.to_string()).unwrap();
+    let store = scene.open();
+    for _ in 0..2 {
+        let report = store.verify(&[], true).await.unwrap();
+        let [damaged] = report.damaged.as_slice() else { panic!("{report:?}") };
+        assert!(!damaged.repaired && damaged.repair_error.is_some(), "{report:?}");
+        assert_eq!(damaged.names, [scene.name("one")]);
+    }
+    assert_eq!(scene.pull(&store, "one").await.unwrap(), one);
+    assert_eq!(store.verify(&[], false).await.unwrap().damaged, vec![]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
