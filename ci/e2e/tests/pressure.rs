@@ -9,6 +9,8 @@ use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 /// The memory that the first VM uses beyond what all VMs use, in MiB.
 const USED_MIB: u32 = 40;
@@ -31,8 +33,27 @@ impl Limit {
         text.trim().parse().expect("a number of bytes")
     }
 
-    fn set(&self, limit: &str) {
-        fs::write(self.0.join("memory.max"), limit).expect("the test may limit its own cgroup");
+    /// Lowers the limit below what is in use until the OOM killer has ended a process, and lifts it.
+    ///
+    /// The write lasts until enough memory is free, and while it lasts the kernel may choose another process: it does not see the one
+    /// that it has ended between the end of its last thread and that of its memory. So another process writes and is killed at once.
+    fn exceed(&self) {
+        let before = self.kills();
+        eventually("the OOM killer ends a process", || {
+            let limit = self.used().saturating_sub(STEP).to_string();
+            let script = r#"echo "$0" >"$1""#;
+            let mut writer = Command::new("sh")
+                .args(["-c", script, &limit])
+                .arg(self.0.join("memory.max"))
+                .spawn()
+                .expect("a shell");
+            while self.kills() == before && writer.try_wait().expect("a child").is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            writer.kill().and_then(|()| writer.wait()).expect("the child ends");
+            (self.kills() > before).then_some(())
+        });
+        fs::write(self.0.join("memory.max"), "max").expect("the test may limit its own cgroup");
     }
 
     /// Returns how many processes of the cgroup and those below it the OOM killer has ended.
@@ -42,14 +63,9 @@ impl Limit {
         count.and_then(|count| count.parse().ok()).expect("the number of kills")
     }
 
-    /// Lowers the limit below what is in use until the OOM killer ends a process, and returns which of these containers end.
-    fn lower_until_one_ends(&self, containers: &[(&str, &RunningContainer)]) -> Vec<String> {
-        let before = self.kills();
-        eventually("the OOM killer ends a process", || {
-            self.set(&self.used().saturating_sub(STEP).to_string());
-            (self.kills() > before).then_some(())
-        });
-        self.set("max");
+    /// Makes the OOM killer end a process, and returns which of these containers end.
+    fn end_one(&self, containers: &[(&str, &RunningContainer)]) -> Vec<String> {
+        self.exceed();
         eventually("the end of a container is reported", || {
             let ended = containers.iter().filter(|(_, container)| container.status()["state"] != "CONTAINER_RUNNING");
             let names: Vec<_> = ended.map(|(name, _)| (*name).to_owned()).collect();
@@ -89,11 +105,11 @@ fn the_oom_killer_ends_vms_in_the_order_of_their_qos_classes() {
     first.exec(&format!("dd if=/dev/urandom of=/dev/shm/blob bs=1M count={USED_MIB}")).ok();
 
     let all = [("guaranteed", &first), ("burstable", &second), ("best-effort", &third)];
-    assert_eq!(limit.lower_until_one_ends(&all), ["best-effort"]);
+    assert_eq!(limit.end_one(&all), ["best-effort"]);
     let ended = third.status();
     assert_eq!((&ended["reason"], &ended["exitCode"]), (&json!("OOMKilled"), &json!(137)), "{ended}");
     assert_eq!(best_effort.inspect()["status"]["state"], "SANDBOX_NOTREADY");
-    assert_eq!(limit.lower_until_one_ends(&all[..2]), ["burstable"]);
+    assert_eq!(limit.end_one(&all[..2]), ["burstable"]);
     assert_eq!(first.exec("wc -c </dev/shm/blob").ok(), (u64::from(USED_MIB) << 20).to_string());
 
     // With the memory that it left, another pod starts.
