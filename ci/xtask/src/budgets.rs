@@ -1,7 +1,7 @@
 //! Checks the time budgets of the suites of `ci/test` (`ci/budgets.tsv`): each line is complete, and all suites fit into an hour.
 //!
 //! The suites of lane `main` run one after the other. Those of lane `node` run at the same time, and on both lanes after `main` has
-//! ended. Suites of `node?` are left out when time is short, so they do not count.
+//! ended. Suites of `main?` and `node?` are left out when time is short, so they do not count.
 
 use crate::Finding;
 use std::error::Error;
@@ -26,7 +26,7 @@ fn violations(table: &str) -> Vec<Finding> {
             Some(_) => {}
             None => found.push(Finding {
                 place: format!("{BUDGETS_FILE}:{}", before + 1),
-                rule: "is not seconds, a lane (main, node or node?), test programs and a name, separated by tabs"
+                rule: "is not seconds, a lane (main, main?, node or node?), test programs and a name, separated by tabs"
                     .to_owned(),
             }),
         }
@@ -44,7 +44,7 @@ fn violations(table: &str) -> Vec<Finding> {
 fn budget(line: &str) -> Option<(&str, u32)> {
     let fields: Vec<&str> = line.split('\t').collect();
     match fields[..] {
-        [seconds, lane @ ("main" | "node" | "node?"), programs, name] if !programs.is_empty() && !name.is_empty() => {
+        [seconds, lane @ ("main" | "main?" | "node" | "node?"), programs, name] if !programs.is_empty() && !name.is_empty() => {
             Some((lane, seconds.parse().ok()?))
         }
         _ => None,
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn a_table_below_an_hour_is_right() {
-        let table = "# a comment\n\n10\tmain\t-\tformat\n3000\tmain\t-\tthe rest\n3900\tnode\tvmm\tmachines\n9000\tnode?\ta|b\tmore\n";
+        let table = "# a comment\n\n10\tmain\t-\tformat\n3000\tmain\t-\tthe rest\n3900\tnode\tvmm\tmachines\n9000\tnode?\ta|b\tmore\n900\tmain?\tc\tlast\n";
         assert_eq!(findings(table), Vec::<String>::new());
     }
 
