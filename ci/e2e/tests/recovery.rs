@@ -332,7 +332,19 @@ fn three_pods_survive_the_loss_of_the_state_store() {
         }
         assert!(node.log().contains("the state store was restored from its copy"), "{what}");
     }
-    for (pod, _) in &pods {
+    // An export is made while the daemon runs, and imported while it does not.
+    let export = node.directory().join("exported").display().to_string();
+    let counts = "3 pods, 3 containers, 0 persistent VMs";
+    assert_eq!(node.nacelle(&["store", "export", &export]).ok(), format!("exported {counts}"));
+    let error = node.nacelle(&["store", "import", "--replace", &export]).err();
+    assert!(error.contains("another daemon uses that directory"), "{error}");
+    node.kill();
+    remove_store_files(&node, "state.");
+    assert_eq!(node.nacelle(&["store", "import", &export]).ok(), format!("imported {counts}"));
+    node.start();
+    assert_eq!((listed(&node, "pods"), listed(&node, "ps"), node.vm_pids()), (before.0, before.1, machines));
+    for (pod, container) in &pods {
+        assert_eq!(node.crictl.call(["exec", "--sync", container, "echo", "imported"]), "imported");
         node.crictl.call(["rmp", "--force", pod]);
     }
     eventually("nothing is left", || node.leaked().is_empty().then_some(()));

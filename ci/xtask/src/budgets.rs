@@ -26,8 +26,9 @@ fn violations(table: &str) -> Vec<Finding> {
             Some(_) => {}
             None => found.push(Finding {
                 place: format!("{BUDGETS_FILE}:{}", before + 1),
-                rule: "is not seconds, a lane (main, main?, node or node?), test programs and a name, separated by tabs"
-                    .to_owned(),
+                rule:
+                    "is not seconds, a lane (main, main?, node or node?), test programs and a name, separated by tabs"
+                        .to_owned(),
             }),
         }
     }
@@ -44,7 +45,9 @@ fn violations(table: &str) -> Vec<Finding> {
 fn budget(line: &str) -> Option<(&str, u32)> {
     let fields: Vec<&str> = line.split('\t').collect();
     match fields[..] {
-        [seconds, lane @ ("main" | "main?" | "node" | "node?"), programs, name] if !programs.is_empty() && !name.is_empty() => {
+        [seconds, lane @ ("main" | "main?" | "node" | "node?"), programs, name]
+            if !programs.is_empty() && !name.is_empty() =>
+        {
             Some((lane, seconds.parse().ok()?))
         }
         _ => None,

@@ -25,7 +25,7 @@ use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use nacelle_store::{Change, CommitObserver, Store, StoreError};
+use nacelle_store::{Change, CommitObserver, Store, StoreCounts, StoreError, import_store};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -42,6 +42,8 @@ const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
 /// Time to wait for the locks of a daemon that is about to end.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
+/// The same for an import, at whose command line an operator waits.
+const IMPORT_LOCK_LIMIT: Duration = Duration::from_secs(1);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 /// Pause between two attempts to retry owed CNI DELs.
 const OWED_DELETES_PAUSE: Duration = Duration::from_secs(5);
@@ -135,13 +137,10 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
     let opened_config = config.clone();
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &opened_config.paths;
-        for directory in [&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()] {
-            let mut make = std::fs::DirBuilder::new();
-            make.recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
-        }
+        create_directories(&[&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()])?;
         // The state store first: its lock keeps a second daemon out.
         let (store, contents) = Store::open(&paths.store(), observer)?;
-        let locks = lock_directories(&opened_config)?;
+        let locks = lock_directories(&opened_config, LOCK_LIMIT)?;
         // At this point only processes that hold the locks of their drafts write there.
         if let Err(error) = draft::remove_stale_drafts(&paths.root) {
             // Jailed processes write in some of the directories: their files must not prevent the daemon from serving.
@@ -174,19 +173,34 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
     Ok(Node::recover(services, contents).await)
 }
 
+/// Creates those of these directories that are missing, for root only.
+fn create_directories(directories: &[&Path]) -> Result<(), FileError> {
+    directories.iter().try_for_each(|directory| {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))
+    })
+}
+
+/// Replaces the state store of a node without a running daemon by an exported file ([`import_store`]). Blocks.
+pub fn import_state_store(config: &Config, from: &Path, replace: bool) -> Result<StoreCounts, ServeError> {
+    create_directories(&[&config.paths.root, &config.paths.run])?;
+    // A daemon holds these locks also when its database was removed.
+    let _locks = lock_directories(config, IMPORT_LOCK_LIMIT)?;
+    Ok(import_store(from, &config.paths.store(), replace)?)
+}
+
 /// Locks the directories in which this daemon removes unknown files. The directory of the state store needs no lock here: the
 /// store has its own.
-fn lock_directories(config: &Config) -> Result<Vec<PathLock>, ServeError> {
+fn lock_directories(config: &Config, timeout: Duration) -> Result<Vec<PathLock>, ServeError> {
     let (run, netns) = (&config.paths.run, &config.network.netns_dir);
     let in_use = |setting, path: &Path| {
         let path = path.to_owned();
         move |source| ServeError::DirectoryInUse { setting, path, source }
     };
-    let run_lock = PathLock::acquire(&run.join("lock"), LOCK_LIMIT).map_err(in_use("paths.run", run))?;
+    let run_lock = PathLock::acquire(&run.join("lock"), timeout).map_err(in_use("paths.run", run))?;
     // Other programs have namespaces in this directory too, and would list the lock file as one.
     std::fs::create_dir_all(netns).map_err(at("create", netns))?;
     let lock_path = PathLock::path_beside(&netns.canonicalize().map_err(at("find", netns))?);
-    let netns_lock = PathLock::acquire(&lock_path, LOCK_LIMIT).map_err(in_use("network.netns_dir", netns))?;
+    let netns_lock = PathLock::acquire(&lock_path, timeout).map_err(in_use("network.netns_dir", netns))?;
     Ok(vec![run_lock, netns_lock])
 }
 

@@ -319,6 +319,39 @@ pub(crate) fn read_copy(paths: &CopyPaths) -> Result<Option<RestoredCopy>, FileE
     Ok(Some(RestoredCopy { rows: rows.collect(), schema, commits, changed_at, cut, damage }))
 }
 
+/// Writes rows as a file of their own, which has the format of a snapshot, durably and whole. Replaces an existing file. Blocks.
+pub(crate) fn write_export(to: &Path, rows: &[StoredRow], schema: u32, commits: u64) -> Result<(), FileError> {
+    let mut draft = Draft::create(to)?;
+    let write = |file: &mut File| {
+        let mut file = BufWriter::new(file);
+        let header = CopyHeader { format: FORMAT, schema, generation: 0, commits: Some(commits) };
+        write_line(&mut file, &encode_line(&CopyLine::Begin(header)))?;
+        let mut count = 0;
+        for row in rows {
+            write_line(&mut file, &encode_rows(std::slice::from_ref(row))?)?;
+            count += 1;
+        }
+        write_line(&mut file, &encode_line(&CopyLine::End(count)))?;
+        file.flush()
+    };
+    write(&mut draft.file).map_err(at("write", to))?;
+    draft.commit()
+}
+
+/// Reads a file of [`write_export`], whole or not at all. Blocks.
+pub(crate) fn read_export(path: &Path) -> Result<RestoredCopy, StoreError> {
+    let invalid = |why: String| StoreError::InvalidExport { path: path.to_owned(), why };
+    let mut rows = BTreeMap::new();
+    let read = read_lines(path, &mut rows, None)?.ok_or_else(|| invalid("it does not exist".to_owned()))?;
+    let header = read.header.ok_or_else(|| invalid("its first line is invalid".to_owned()))?;
+    if !read.ended {
+        return Err(invalid(read.cut.unwrap_or_else(|| "its end is missing".to_owned())));
+    }
+    let rows = rows.into_iter().map(|((table, key), value)| StoredRow { table, key, value: Some(value) }).collect();
+    let ReadLines { modified: changed_at, .. } = read;
+    Ok(RestoredCopy { rows, schema: header.schema, commits: header.commits, changed_at, cut: None, damage: None })
+}
+
 /// The header that a file of changes must have; what is `None` is not known.
 struct ExpectedHeader {
     generation: u64,

@@ -81,7 +81,12 @@ impl StoredRow {
 
 /// Opens an existing database, and verifies the checksums of all its pages. Waits while another process has the file open.
 pub(crate) fn open_database(path: &Path) -> Result<Database, OpenFailure> {
-    let deadline = Instant::now() + OPEN_TIMEOUT;
+    open_database_within(path, OPEN_TIMEOUT)
+}
+
+/// As [`open_database`], with another limit of the time to wait.
+pub(crate) fn open_database_within(path: &Path, timeout: Duration) -> Result<Database, OpenFailure> {
+    let deadline = Instant::now() + timeout;
     loop {
         let open = || Database::builder().set_check_integrity_on_open(true).open(path);
         match without_panic(open)? {

@@ -62,6 +62,44 @@ pub enum StoreError {
     /// A record in the file is invalid.
     #[error(transparent)]
     Record(#[from] RecordError),
+    /// There is nothing to export.
+    #[error(
+        "cannot export the state store {path}: {why}; stop the daemon and try again", path = path.display()
+    )]
+    NotExportable {
+        /// The database.
+        path: PathBuf,
+        /// The reason.
+        why: String,
+    },
+    /// The file is not a complete export.
+    #[error("cannot import {path}: {why}; use a file that `nacelle store export` has written", path = path.display())]
+    InvalidExport {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        why: String,
+    },
+    /// A newer version of Nacelle wrote the export.
+    #[error(
+        "cannot import {path}: it has schema {found}, and this version has schema {supported}; import it with the version that wrote it", path = path.display()
+    )]
+    NewerExport {
+        /// The file.
+        path: PathBuf,
+        /// The schema of the file.
+        found: u32,
+        /// The schema of this program.
+        supported: u32,
+    },
+    /// An import would replace a store.
+    #[error(
+        "cannot import into {path}: it exists; use --replace to set it aside", path = path.display()
+    )]
+    Exists {
+        /// The database.
+        path: PathBuf,
+    },
     /// The writer has ended.
     #[error("the state store is closed")]
     Closed,
@@ -84,13 +122,19 @@ fn describe_backup(path: &Path, backup: Option<&Path>) -> String {
 impl Classify for StoreError {
     fn kind(&self) -> FailureKind {
         match self {
-            StoreError::InUse { .. } | StoreError::Newer { .. } => FailureKind::Conflict,
+            StoreError::InUse { .. }
+            | StoreError::Newer { .. }
+            | StoreError::NewerExport { .. }
+            | StoreError::Exists { .. } => FailureKind::Conflict,
+            StoreError::InvalidExport { .. } => FailureKind::Invalid,
             StoreError::Access { source, .. } | StoreError::Open { source, .. } => match source.as_ref() {
                 redb::Error::Io(error) => FailureKind::from(error.kind()),
                 _ => FailureKind::Internal,
             },
             StoreError::File(error) => error.kind(),
-            StoreError::Record(_) | StoreError::Closed | StoreError::Lost { .. } => FailureKind::Internal,
+            StoreError::Record(_) | StoreError::Closed | StoreError::Lost { .. } | StoreError::NotExportable { .. } => {
+                FailureKind::Internal
+            }
         }
     }
 }

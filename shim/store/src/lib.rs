@@ -10,6 +10,7 @@ mod error;
 mod recovery;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use copy::CopyPaths;
 use copy_writer::{CopyPolicy, CopyWriter};
@@ -26,6 +27,7 @@ use tokio::sync::{mpsc, oneshot};
 
 pub use error::StoreError;
 pub use recovery::ContentsOrigin;
+pub use transfer::{StoreCounts, export_store, import_store};
 
 /// Capacity of the writer's queue in commits; further callers wait.
 const QUEUE_CAPACITY: usize = 256;

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The number of backups from before migrations that are kept.
 const MAX_BACKUPS: usize = 3;
-/// The number of damaged databases, and of damaged copies, that are kept.
-const MAX_DAMAGED: usize = 3;
+/// The number of databases, and of copies, that are kept of those that were set aside for one reason.
+const MAX_SET_ASIDE: usize = 3;
 /// Time to wait for the lock of a damaged file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -48,10 +48,7 @@ pub(crate) fn open_or_restore(path: &Path, copy: &CopyPaths) -> Result<(Database
         return Ok(*opened);
     }
     // Another daemon may do the same.
-    let _lock = PathLock::acquire(&PathLock::path_beside(path), LOCK_TIMEOUT).map_err(|error| match error {
-        LockError::File(error) => StoreError::from(error),
-        LockError::Held { .. } => StoreError::InUse { path: path.to_owned() },
-    })?;
+    let _lock = lock_out_others(path)?;
     match examine(path, copy)? {
         Examined::Intact(opened) => Ok(*opened),
         Examined::Lost(loss) => restore(path, copy, loss),
@@ -83,7 +80,7 @@ fn examine(path: &Path, copy: &CopyPaths) -> Result<Examined, StoreError> {
             };
             let copied = intact_copy.or_else(|damage| {
                 tracing::warn!(damage, "the copy of the state store cannot be used; the state store itself is intact");
-                set_copy_aside(copy).map(|()| None)
+                set_copy_aside(copy, SetAside::Damaged).map(|()| None)
             })?;
             let ahead = copied.as_ref().and_then(|copied| copied.commits?.checked_sub(commits?)).unwrap_or_default();
             if ahead == 0 {
@@ -128,9 +125,7 @@ fn restore(path: &Path, copy: &CopyPaths, loss: Loss) -> Result<(Database, Conte
         }
     };
     rows.retain(StoredRow::can_be_written);
-    let mut draft = path.as_os_str().to_owned();
-    draft.push(".new");
-    let draft = PathBuf::from(draft);
+    let draft = draft_path(path);
     // Of a daemon that was killed.
     remove_if_there(&draft)?;
     let database = create_database(&draft, &rows, schema, commits)?;
@@ -147,17 +142,33 @@ fn restore(path: &Path, copy: &CopyPaths, loss: Loss) -> Result<(Database, Conte
     }
     std::fs::set_permissions(&draft, std::fs::Permissions::from_mode(0o600)).map_err(at("write", &draft))?;
     // From here on the path has the damaged or the new database at any moment.
-    let set_aside = if is_damaged { Some(set_aside(path)?) } else { None };
+    let damaged = is_damaged.then(|| lock_database_file(path, LOCK_TIMEOUT)).transpose()?;
+    let set_aside = damaged.as_ref().map(|file| set_aside(path, file, SetAside::Damaged)).transpose()?;
     std::fs::rename(&draft, path).map_err(at("write", path))?;
     sync_directory_of(path)?;
     if copy_damage.is_some() {
-        set_copy_aside(copy)?;
+        set_copy_aside(copy, SetAside::Damaged)?;
     }
     if is_damaged || origin != ContentsOrigin::Nothing {
         let found = Found { path, why, set_aside, origin, copied };
         found.warn(&contents, &describe_unreadable(&unreadable));
     }
     Ok((database, contents, commits))
+}
+
+/// Returns the path of a new database until it is complete.
+pub(crate) fn draft_path(path: &Path) -> PathBuf {
+    let mut draft = path.as_os_str().to_owned();
+    draft.push(".new");
+    PathBuf::from(draft)
+}
+
+/// Locks out other processes that create, restore or replace the database.
+pub(crate) fn lock_out_others(path: &Path) -> Result<PathLock, StoreError> {
+    PathLock::acquire(&PathLock::path_beside(path), LOCK_TIMEOUT).map_err(|error| match error {
+        LockError::File(error) => StoreError::from(error),
+        LockError::Held { .. } => StoreError::InUse { path: path.to_owned() },
+    })
 }
 
 /// The findings of a restore, for the log.
@@ -194,7 +205,7 @@ impl Found<'_> {
 }
 
 /// A new file that cannot be opened is not damaged: the disk may be full.
-fn new_file_failure(path: &Path, failure: OpenFailure) -> StoreError {
+pub(crate) fn new_file_failure(path: &Path, failure: OpenFailure) -> StoreError {
     match failure {
         OpenFailure::Unusable(error) => error,
         OpenFailure::Damaged(why) => {
@@ -265,7 +276,7 @@ fn backup_path(path: &Path, schema: u32) -> PathBuf {
     path.with_file_name(name)
 }
 
-fn newer_than_this(path: &Path, found: u32) -> StoreError {
+pub(crate) fn newer_than_this(path: &Path, found: u32) -> StoreError {
     let backup = Some(backup_path(path, SCHEMA)).filter(|backup| backup.exists());
     StoreError::Newer { path: path.to_owned(), found, supported: SCHEMA, backup }
 }
@@ -284,10 +295,18 @@ pub(crate) fn back_up(path: &Path, schema: u32) -> Result<PathBuf, FileError> {
     Ok(backup)
 }
 
-/// Links the damaged database as `NAME.damaged-SECONDS`, and removes the oldest of such files. The lock keeps another daemon out
-/// that has the file open.
-fn set_aside(path: &Path) -> Result<PathBuf, StoreError> {
-    let deadline = Instant::now() + LOCK_TIMEOUT;
+/// The reason why a file is set aside, which its new name has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SetAside {
+    /// It cannot be read.
+    Damaged,
+    /// An import replaces it.
+    Replaced,
+}
+
+/// Opens the file of the database and locks it, which keeps out a daemon that has it open or opens it. Waits for at most `timeout`.
+pub(crate) fn lock_database_file(path: &Path, timeout: Duration) -> Result<File, StoreError> {
+    let deadline = Instant::now() + timeout;
     let file = File::open(path).map_err(at("open", path))?;
     loop {
         match file.try_lock() {
@@ -302,16 +321,22 @@ fn set_aside(path: &Path) -> Result<PathBuf, StoreError> {
         // Another daemon has replaced it and serves.
         return Err(StoreError::InUse { path: path.to_owned() });
     }
-    file.set_permissions(std::fs::Permissions::from_mode(0o600)).map_err(at("change the mode of", path))?;
-    let to = path_aside(path)?;
+    Ok(file)
+}
+
+/// Links the locked database as `NAME.damaged-SECONDS` or `NAME.replaced-SECONDS`, and removes the oldest of such files.
+pub(crate) fn set_aside(path: &Path, locked: &File, reason: SetAside) -> Result<PathBuf, StoreError> {
+    locked.set_permissions(std::fs::Permissions::from_mode(0o600)).map_err(at("change the mode of", path))?;
+    let to = path_aside(path, reason)?;
     std::fs::hard_link(path, &to).map_err(at("keep", path))?;
     sync_directory_of(path)?;
     Ok(to)
 }
 
-/// Moves the files of a copy that cannot be used into a directory `NAME.damaged-SECONDS`, and removes the oldest of such directories.
-fn set_copy_aside(copy: &CopyPaths) -> Result<(), FileError> {
-    let to = path_aside(&copy.snapshot())?;
+/// Moves the files of a copy into a directory `NAME.damaged-SECONDS` or `NAME.replaced-SECONDS`, and removes the oldest of such
+/// directories.
+pub(crate) fn set_copy_aside(copy: &CopyPaths, reason: SetAside) -> Result<(), FileError> {
+    let to = path_aside(&copy.snapshot(), reason)?;
     std::fs::DirBuilder::new().mode(0o700).create(&to).map_err(at("create", &to))?;
     let changes = copy.generations()?.into_iter().map(|generation| copy.changes(generation));
     for file in changes.chain([copy.snapshot()]) {
@@ -324,9 +349,13 @@ fn set_copy_aside(copy: &CopyPaths) -> Result<(), FileError> {
     sync_directory_of(&to)
 }
 
-/// Returns the path `NAME.damaged-SECONDS` for a file that is set aside, and removes the oldest files of this kind.
-fn path_aside(path: &Path) -> Result<PathBuf, FileError> {
-    let prefix = format!("{}.damaged-", path.file_name().unwrap_or_default().to_string_lossy());
+/// Returns the path for a file that is set aside, and removes the oldest files of this kind.
+fn path_aside(path: &Path, reason: SetAside) -> Result<PathBuf, FileError> {
+    let reason = match reason {
+        SetAside::Damaged => "damaged",
+        SetAside::Replaced => "replaced",
+    };
+    let prefix = format!("{}.{reason}-", path.file_name().unwrap_or_default().to_string_lossy());
     let directory = directory_of(path);
     let mut kept = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(at("read", directory))? {
@@ -337,7 +366,7 @@ fn path_aside(path: &Path) -> Result<PathBuf, FileError> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     // Also after the clock was set back, the new file is the last one.
     let seconds = kept.last().map_or(now, |last| now.max(last + 1));
-    for old in kept.iter().take((kept.len() + 1).saturating_sub(MAX_DAMAGED)) {
+    for old in kept.iter().take((kept.len() + 1).saturating_sub(MAX_SET_ASIDE)) {
         remove_tree_if_there(&directory.join(format!("{prefix}{old}")))?;
     }
     Ok(directory.join(format!("{prefix}{seconds}")))
@@ -347,7 +376,7 @@ fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn sync_directory_of(path: &Path) -> Result<(), FileError> {
+pub(crate) fn sync_directory_of(path: &Path) -> Result<(), FileError> {
     let directory = directory_of(path);
     File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("write", directory))
 }

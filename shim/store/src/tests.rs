@@ -5,6 +5,7 @@ use nacelle_model::testing::{container, pod};
 
 mod damage;
 mod migration;
+mod transfer;
 
 #[tokio::test]
 async fn what_was_committed_is_found_again() {

@@ -11,6 +11,7 @@ mod machines;
 mod overhead;
 mod pods;
 mod serve;
+mod store;
 mod table;
 mod templates;
 mod vm;
@@ -88,6 +89,13 @@ enum Command {
         /// Levels and MODULE=LEVEL, divided by commas: "debug", "warn,nacelle_image=trace".
         filter: Option<crate::log::LogFilter>,
     },
+    /// Exports and imports the records of the state store.
+    Store {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(subcommand)]
+        command: store::StoreCommand,
+    },
     /// Serves admission webhooks over https, which check pods and VMs before the API server stores them.
     Admission(Box<admission::AdmissionArguments>),
     /// Prints the version.
@@ -128,6 +136,7 @@ pub fn run() -> ExitCode {
         Command::Templates { config, command } => config.load().and_then(|config| templates::run(&config, command)),
         Command::Vm { config, command } => vm::run(&config, command),
         Command::Log { config, filter } => config.load().and_then(|config| log::run(&config, filter)),
+        Command::Store { config, command } => config.load().and_then(|config| store::run(&config, command)),
         Command::Admission(admission) => {
             raise_file_limit();
             admission::run(*admission)
