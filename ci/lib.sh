@@ -9,6 +9,7 @@ export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 export DEBIAN_FRONTEND=noninteractive
 export PATH=$PATH:$HOME/.cargo/bin:/usr/local/go/bin:/usr/sbin:/sbin
 crictl_version=1.37.0 # as in ci/tools/go.mod
+cargo_deny_version=0.20.2
 # KUBERNETES=1.36 selects the older of the two versions of Kubernetes that the suites run with.
 case ${KUBERNETES:-1.37} in
 1.37) kubernetes_version=1.37.2 kubernetes_module=go.mod ;;
@@ -172,6 +173,18 @@ need_crictl() {
         fi
     fi
     export CRICTL=$file
+}
+
+# Sets CARGO_DENY to cargo-deny, building it once.
+need_cargo_deny() {
+    local version=$cargo_deny_version root=$cache/tools/cargo-deny-$cargo_deny_version
+    if [ ! -x "$root/bin/cargo-deny" ]; then
+        long "building cargo-deny $version" cargo install --locked --debug --target-dir "$CARGO_TARGET_DIR" --root "$root.$$" "cargo-deny@$version" ||
+            die "cannot build cargo-deny"
+        rm -rf "$root"
+        mv "$root.$$" "$root"
+    fi
+    export CARGO_DENY=$root/bin/cargo-deny
 }
 
 # Sets CRITEST to upstream's conformance suite of CRI, of crictl's version, building it once.

@@ -1,5 +1,5 @@
 //! Checks the house rules (`cargo xtask rules`), measures the code (`cargo xtask shape`), and writes the tables of documents that
-//! follow from the code (`cargo xtask docs`).
+//! follow from the code (`cargo xtask docs`) and the package's bill of materials (`cargo xtask sbom`).
 
 mod budgets;
 mod calls;
@@ -10,6 +10,7 @@ mod guest_logs;
 mod jailed;
 mod language;
 mod layers;
+mod sbom;
 mod scripts;
 mod servers;
 mod shape;
@@ -41,10 +42,14 @@ fn main() -> ExitCode {
         ["shape"] => print_shape(&root(), false),
         ["shape", "--json"] => print_shape(&root(), true),
         ["docs"] => docs::write(&root()),
+        ["sbom"] => sbom::print(&root()),
         _ => {
             eprintln!("usage: cargo xtask rules            checks the house rules");
             eprintln!("       cargo xtask shape [--json]   measures files, functions, import cycles and names");
             eprintln!("       cargo xtask docs             writes the tables of documents that follow from the code");
+            eprintln!(
+                "       cargo xtask sbom             prints the software bill of materials of the package, as CycloneDX JSON"
+            );
             ExitCode::from(2)
         }
     }
