@@ -5,6 +5,7 @@ use crate::backend::{Attach, Exec, StreamBackend};
 use crate::command::{self, CommandSession, ProtocolVersion};
 use crate::forward;
 use crate::pending::{PendingConnection, PendingConnections};
+use crate::sessions::{SessionCount, SessionCounters, SessionKind};
 use crate::spdy::Connection;
 use crate::tls::{Tls, TlsError};
 use crate::token::{Tokens, TooManyTokens};
@@ -107,6 +108,7 @@ struct Shared {
     base: String,
     idle: Duration,
     slots: Arc<Semaphore>,
+    sessions: SessionCounters,
 }
 
 /// The handle of the streaming server for callers that create URLs.
@@ -129,8 +131,14 @@ impl StreamingServer {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let base = format!("{scheme}://{}", listener.local_addr().map_err(failed)?);
         let slots = Arc::new(Semaphore::new(MAX_SESSIONS));
-        let server = StreamingServer(Arc::new(Shared { tokens: Tokens::new(), base, idle: config.idle, slots }));
+        let (tokens, sessions) = (Tokens::new(), SessionCounters::default());
+        let server = StreamingServer(Arc::new(Shared { tokens, base, idle: config.idle, slots, sessions }));
         Ok((server.clone(), Listener { listener, tls, server }))
+    }
+
+    /// Returns the number of sessions of each kind. Does not block.
+    pub fn session_counts(&self) -> [(SessionKind, SessionCount); 3] {
+        SessionKind::ALL.map(|kind| (kind, self.0.sessions.count(kind)))
     }
 
     /// Returns a URL that runs this command, once, within the life of a token.
@@ -238,8 +246,9 @@ impl StreamingServer {
         accepted.await.ok()
     }
 
-    async fn serve_stream(self, accepted: Accepted, backend: Arc<impl StreamBackend>) {
+    async fn serve_stream(&self, accepted: Accepted, backend: Arc<impl StreamBackend>) {
         let Accepted { job, upgrade, slot: _slot } = accepted;
+        let _open = self.0.sessions.begin(job.kind());
         let upgraded = match upgrade.await {
             Ok(upgraded) => upgraded,
             Err(error) => return tracing::debug!("the upgrade of a streaming client failed: {}", Chain(&error)),
@@ -352,6 +361,20 @@ enum StreamHandler {
     TunneledForward(String),
     /// Ports as channels of a WebSocket.
     WebSocketPorts(String, Vec<u16>, Coding),
+}
+
+impl StreamHandler {
+    fn kind(&self) -> SessionKind {
+        match self {
+            StreamHandler::Spdy(session, _) | StreamHandler::WebSocket(session, ..) => match session {
+                CommandSession::Exec(_) => SessionKind::Exec,
+                CommandSession::Attach(_) => SessionKind::Attach,
+            },
+            StreamHandler::Forward(_) | StreamHandler::TunneledForward(_) | StreamHandler::WebSocketPorts(..) => {
+                SessionKind::PortForward
+            }
+        }
+    }
 }
 
 /// Returns the handler, and the name of the chosen protocol; or, if the client offers none of them, the accepted protocols.
