@@ -59,5 +59,5 @@ pub use files::{CopyOutcome, ImageFile};
 pub use reference::Reference;
 pub use registry::auth_file::read_auth_file;
 pub use small::{SmallImageError, write_small_image};
-pub use store::{FsInfo, ImageConfig, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
+pub use store::{FsInfo, ImageConfig, ImageCounts, ImageRecord, ImageStore, ImageUser, LoadedImage, RootFs};
 pub use worker::{WorkerError, run_worker_program};

@@ -122,6 +122,15 @@ pub struct FsInfo {
     pub inodes_used: u64,
 }
 
+/// The number of images in the store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ImageCounts {
+    /// Images of which no damage is known.
+    pub sound: u64,
+    /// Images with a file that is known to be damaged.
+    pub damaged: u64,
+}
+
 impl ImageStore {
     /// Opens the store in this directory, which is created if it is missing. Completes or rolls back what a crash left
     /// unfinished, and logs which images have lost files. Blocks; called once at the start of the process. Fails if another process
@@ -191,6 +200,23 @@ impl ImageStore {
         let images = self.shared.published.images();
         let listed = images.iter().filter(|(_, stored)| !stored.removed);
         listed.map(|(id, stored)| image_record(id, stored, &self.shared.pinned)).collect()
+    }
+
+    /// Counts the images, without a look at their files. Does not block.
+    pub fn count_images(&self) -> ImageCounts {
+        let mut counts = ImageCounts::default();
+        for (id, stored) in self.shared.published.images().iter().filter(|(_, stored)| !stored.removed) {
+            match self.shared.is_known_damaged(id, stored) {
+                true => counts.damaged += 1,
+                false => counts.sound += 1,
+            }
+        }
+        counts
+    }
+
+    /// Returns the bytes that registries have sent to this process, with manifests and repeated downloads.
+    pub fn received_bytes(&self) -> u64 {
+        self.shared.http.received_bytes()
     }
 
     /// Returns the image of this reference, id (with or without `sha256:`), or prefix of an id (3 digits or more); `None` if

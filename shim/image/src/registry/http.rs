@@ -21,6 +21,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -39,6 +40,7 @@ pub const DOCKER_HUB_HOST: &str = "registry-1.docker.io";
 pub struct HttpClients {
     config: ImageStoreConfig,
     clients: Mutex<HashMap<ClientKey, HttpClient>>,
+    received: Arc<AtomicU64>,
 }
 
 type ClientKey = (TlsSettings, Option<Proxy>);
@@ -61,6 +63,8 @@ pub struct HttpResponse {
     pub headers: HeaderMap,
     body: Incoming,
     limit: Duration,
+    /// The bytes that all responses of this process had.
+    received: Arc<AtomicU64>,
 }
 
 /// Converts text that may come from an untrusted server to a header value.
@@ -72,7 +76,12 @@ pub fn header_value(text: &str) -> Result<HeaderValue, ImageError> {
 impl HttpClients {
     /// Returns the clients for this configuration.
     pub fn new(config: ImageStoreConfig) -> HttpClients {
-        HttpClients { config, clients: Mutex::default() }
+        HttpClients { config, clients: Mutex::default(), received: Arc::default() }
+    }
+
+    /// Returns the bytes of the bodies of all responses until now.
+    pub fn received_bytes(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 
     /// Returns the settings of a host. The host of Docker Hub has those of `docker.io`, unless it has an entry of its own.
@@ -156,7 +165,14 @@ impl HttpClients {
             let why = "it requires other credentials (407)";
             return Err(ImageError::Proxy { scheme: "http", why });
         }
-        Ok(HttpResponse { url: url_without_query(url), status: parts.status, headers: parts.headers, body, limit })
+        Ok(HttpResponse {
+            url: url_without_query(url),
+            status: parts.status,
+            headers: parts.headers,
+            body,
+            limit,
+            received: Arc::clone(&self.received),
+        })
     }
 
     /// Returns the client that verifies this host's certificate as configured, and connects by the proxy.
@@ -207,7 +223,10 @@ impl HttpResponse {
                 Some(Err(source)) => return Err(ImageError::BrokenBody { url: self.url.clone(), source }),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() => {}
-                    Ok(data) => return Ok(Some(data)),
+                    Ok(data) => {
+                        self.received.fetch_add(data.len() as u64, Ordering::Relaxed);
+                        return Ok(Some(data));
+                    }
                     Err(_trailers) => {}
                 },
             }
