@@ -149,6 +149,11 @@ impl NodeNetworks {
         self.cni.retry_owed_deletes(limit).await;
     }
 
+    /// Returns the number of owed DELs that this process knows: those of earlier processes after the first `gc`. Does not block.
+    pub fn count_owed_deletes(&self) -> usize {
+        self.cni.count_owed_deletes()
+    }
+
     /// Returns the owed DELs from the records, including those of other processes.
     pub async fn owed_deletes(&self) -> Result<Vec<OwedDelete>, NetError> {
         Ok(self.cni.owed_deletes().await?)

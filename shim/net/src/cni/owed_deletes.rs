@@ -151,6 +151,11 @@ impl Cni {
         }
     }
 
+    /// Returns the number of owed DELs that `retry_owed_deletes` will retry.
+    pub fn count_owed_deletes(&self) -> usize {
+        self.lock_owed_deletes().next_attempts.len()
+    }
+
     /// Returns all owed DELs, from the records.
     pub async fn owed_deletes(&self) -> Result<Vec<OwedDelete>, CniError> {
         let mut all = Vec::new();
