@@ -58,8 +58,10 @@ pub enum Change {
 pub enum CommitPhase {
     /// Nothing of the commit is written yet.
     Before,
-    /// The commit is on the disk, or has failed. The caller does not know yet.
+    /// The commit is on the disk. The caller does not know yet.
     After,
+    /// The commit has failed. The caller does not know yet.
+    Failed,
 }
 
 /// Called before and after each commit with the commit's number, which counts from 1. `Break` makes the writer close the file and
@@ -201,7 +203,8 @@ fn write_all(mut file: StoreFile, mut commits: mpsc::Receiver<Commit>, mut obser
             return stop_answering(file, commits, done);
         }
         let written = file.write(&changes);
-        if notify(number, CommitPhase::After).is_break() {
+        let phase = if written.is_ok() { CommitPhase::After } else { CommitPhase::Failed };
+        if notify(number, phase).is_break() {
             return stop_answering(file, commits, done);
         }
         // The caller may have dropped its request; the state is written all the same.
