@@ -18,6 +18,8 @@ mod hugepages;
 pub mod lifecycle;
 pub mod log;
 mod machines;
+pub mod metrics;
+pub mod monitoring;
 mod node_service;
 pub mod oci;
 pub mod profile;

@@ -11,10 +11,15 @@ const UNPACK_PROGRAM: &str = "nacelle-unpack";
 /// The agent, the same as in the guests' initramfs, in the same directory.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
+/// The version of this program.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The commit from which this program was built, if the build knew it.
+pub const COMMIT: Option<&str> = option_env!("NACELLE_COMMIT");
+
 /// Returns the version, and the commit from which this program was built if the build knew it.
 pub fn version() -> String {
-    let commit = option_env!("NACELLE_COMMIT").map(|commit| format!(" ({commit})")).unwrap_or_default();
-    format!("{}{commit}", env!("CARGO_PKG_VERSION"))
+    let commit = COMMIT.map(|commit| format!(" ({commit})")).unwrap_or_default();
+    format!("{VERSION}{commit}")
 }
 
 /// Raises the soft limit on open files to the hard limit. The usual soft limit of 1024 is for programs that use select(2), and

@@ -9,6 +9,11 @@ use crate::lifecycle::services::{Networks, Pods};
 use crate::lifecycle::template::Templates;
 use crate::lifecycle::{EngineChoice, Events, Node, NodeServices};
 use crate::log::LogControl;
+use crate::metrics::EventCounters;
+use crate::metrics::labels::RequestResult;
+use crate::metrics::requests::CountLayer;
+use crate::monitoring::networks::CountedNetworks;
+use crate::monitoring::{Exporter, MetricsListener, MetricsServerError};
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
 use crate::streaming::NodeStreams;
@@ -25,7 +30,8 @@ use nacelle_proto::cri::image_service_server::ImageServiceServer;
 use nacelle_proto::cri::runtime_service_server::RuntimeServiceServer;
 use nacelle_proto::node::node_server::NodeServer;
 use nacelle_proto::vm::machines_server::MachinesServer;
-use nacelle_store::{Change, CommitObserver, Store, StoreCounts, StoreError, import_store};
+use nacelle_store::{Change, CommitObserver, CommitPhase, Store, StoreCounts, StoreError, import_store};
+use std::ops::ControlFlow;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -83,6 +89,9 @@ pub enum ServeError {
     /// The streaming server cannot start.
     #[error(transparent)]
     Streaming(#[from] nacelle_stream::ServerError),
+    /// Metrics cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] MetricsServerError),
     /// The socket is not available.
     #[error(transparent)]
     Socket(#[from] SocketError),
@@ -122,6 +131,7 @@ impl Classify for ServeError {
             ServeError::Store(error) => error.kind(),
             ServeError::Images(error) => error.kind(),
             ServeError::Streaming(error) => error.kind(),
+            ServeError::Metrics(error) => error.kind(),
             ServeError::Supervision(error) => error.kind(),
             ServeError::Socket(error) => error.kind(),
             ServeError::DirectoryInUse { source, .. } => source.kind(),
@@ -135,11 +145,13 @@ impl Classify for ServeError {
 pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
     let DaemonSetup { config, engine, pods, networks, unpack, pod_program, observer, events } = setup;
     let opened_config = config.clone();
+    let counters = EventCounters::new(config.handlers.keys());
+    let observer = count_commits(counters.clone(), observer);
     let opened = run_blocking("open the stores", move || -> Result<_, ServeError> {
         let paths = &opened_config.paths;
         create_directories(&[&paths.root, &paths.run, &paths.pods(), &paths.scratch(), &paths.images()])?;
         // The state store first: its lock keeps a second daemon out.
-        let (store, contents) = Store::open(&paths.store(), observer)?;
+        let (store, contents) = Store::open(&paths.store(), Some(observer))?;
         let locks = lock_directories(&opened_config, LOCK_LIMIT)?;
         // At this point only processes that hold the locks of their drafts write there.
         if let Err(error) = draft::remove_stale_drafts(&paths.root) {
@@ -169,7 +181,9 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
         });
     }
     let cidrs = RwLock::new(Vec::new());
-    let services = NodeServices { config, engine, store, images, vms, templates, pods, networks, cidrs, events, locks };
+    let networks: Arc<dyn Networks> = Arc::new(CountedNetworks::new(networks, counters.clone()));
+    let services =
+        NodeServices { config, engine, store, images, vms, templates, pods, networks, cidrs, events, counters, locks };
     Ok(Node::recover(services, contents).await)
 }
 
@@ -186,6 +200,19 @@ pub fn import_state_store(config: &Config, from: &Path, replace: bool) -> Result
     // A daemon holds these locks also when its database was removed.
     let _locks = lock_directories(config, IMPORT_LOCK_LIMIT)?;
     Ok(import_store(from, &config.paths.store(), replace)?)
+}
+
+/// Returns an observer that counts commits and then calls `next`. It runs on the store's thread.
+fn count_commits(counters: EventCounters, mut next: Option<CommitObserver>) -> CommitObserver {
+    let mut began = Instant::now();
+    Box::new(move |number, phase| {
+        match phase {
+            CommitPhase::Before => began = Instant::now(),
+            CommitPhase::After => counters.count_commit(RequestResult::Success, began.elapsed()),
+            CommitPhase::Failed => counters.count_commit(RequestResult::Failure, began.elapsed()),
+        }
+        next.as_mut().map_or(ControlFlow::Continue(()), |next| next(number, phase))
+    })
 }
 
 /// Locks the directories in which this daemon removes unknown files. The directory of the state store needs no lock here: the
@@ -219,7 +246,8 @@ pub async fn claim(config: &Config, supervisor: &mut Supervisor) -> Result<Serve
     if let Some(listener) = supervisor.take_listener(&path)? {
         return Ok(ServeClaim::Passed(listener));
     }
-    let claimed = run_blocking("claim the CRI socket", move || SocketClaim::acquire(&path, LOCK_LIMIT)).await;
+    let claimed =
+        run_blocking("claim the CRI socket", move || SocketClaim::acquire("paths.socket", &path, LOCK_LIMIT)).await;
     Ok(ServeClaim::Own(claimed??))
 }
 
@@ -271,6 +299,10 @@ pub async fn serve(
     let socket = node.services().config.paths.socket.clone();
     let (streams, streaming) =
         nacelle_stream::StreamingServer::bind(&node.services().config.streaming_options()).await?;
+    let metrics = match &node.services().config.metrics.address {
+        Some(address) => Some(MetricsListener::bind(address).await?),
+        None => None,
+    };
     let (listener, own) = match claim {
         // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
         ServeClaim::Passed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
@@ -288,6 +320,8 @@ pub async fn serve(
     let _verification = AbortOnDropHandle::new(tokio::spawn(verify_images(node.clone())));
     let building = node.clone();
     let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
+    let exporter = Arc::new(Exporter::new(node.clone(), streams.clone()));
+    let counters = node.services().counters.clone();
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();
     let supervisor = Arc::new(supervisor);
@@ -295,6 +329,7 @@ pub async fn serve(
     let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
     let connections = UnixListenerStream::new(listener).map(|accepted| accepted.map(GrpcConnection::new));
     let server = nacelle_proto::server::builder()
+        .layer(CountLayer(counters))
         .layer(DeadlineLayer)
         .add_service(
             RuntimeServiceServer::new(cri.clone())
@@ -318,12 +353,53 @@ pub async fn serve(
             Err(_dropped) => std::future::pending().await,
         }
     };
+    let scrapes = async {
+        match &metrics {
+            Some(listener) => listener.serve(exporter).await,
+            None => std::future::pending().await,
+        }
+    };
     let served = tokio::select! {
         served = server => served,
         () = limit => Ok(()),
+        // It never ends.
+        () = scrapes => Ok(()),
     };
+    if let Some(metrics) = metrics {
+        metrics.close();
+    }
     if let Some(own) = own {
         own.remove()?;
     }
     served.map_err(|source| ServeError::Serve { socket: socket.display().to_string(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commits_are_counted_by_their_result_and_passed_on() {
+        let counters = EventCounters::new([]);
+        let (sender, passed) = std::sync::mpsc::channel();
+        let next: CommitObserver = Box::new(move |number, phase| {
+            sender.send((number, phase)).unwrap();
+            if phase == CommitPhase::Failed { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        let mut observer = count_commits(counters.clone(), Some(next));
+        let calls =
+            [(1, CommitPhase::Before), (1, CommitPhase::After), (2, CommitPhase::Before), (2, CommitPhase::Failed)];
+        let breaks = calls.map(|(number, phase)| observer(number, phase).is_break());
+        assert_eq!(breaks, [false, false, false, true]);
+        assert_eq!(passed.try_iter().collect::<Vec<_>>(), calls);
+        let mut text = String::new();
+        counters.encode(&mut text).unwrap();
+        for line in [
+            "nacelle_state_store_commits_total{result=\"success\"} 1",
+            "nacelle_state_store_commits_total{result=\"failure\"} 1",
+            "nacelle_state_store_commit_duration_seconds_count 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+    }
 }

@@ -30,30 +30,36 @@ pub enum SocketError {
     #[error(transparent)]
     File(#[from] FileError),
     /// Another daemon of Nacelle serves on this path, or is about to.
-    #[error("cannot serve on {path}: another daemon uses it; stop that one, or set paths.socket to another path", path = path.display())]
+    #[error("cannot serve on {path}: another daemon uses it; stop that one, or set {setting} to another path", path = path.display())]
     InUse {
         /// The socket's path.
         path: PathBuf,
+        /// The setting of the path.
+        setting: &'static str,
         /// The other daemon.
         source: LockError,
     },
     /// Another program listens on this path.
     #[error(
-        "cannot serve on {path}: another program listens there; stop that one, or set paths.socket to another path",
+        "cannot serve on {path}: another program listens there; stop that one, or set {setting} to another path",
         path = path.display()
     )]
     Listening {
         /// The socket's path.
         path: PathBuf,
+        /// The setting of the path.
+        setting: &'static str,
     },
     /// The path exists and is not a stale socket.
     #[error(
-        "cannot serve on {path}: a {kind} has that name; move it away, or set paths.socket to another path",
+        "cannot serve on {path}: a {kind} has that name; move it away, or set {setting} to another path",
         path = path.display()
     )]
     NotASocket {
         /// The path.
         path: PathBuf,
+        /// The setting of the path.
+        setting: &'static str,
         /// The kind of file: "regular file".
         kind: &'static str,
     },
@@ -73,6 +79,7 @@ impl Classify for SocketError {
 /// The right to serve on a path.
 #[derive(Debug)]
 pub struct SocketClaim {
+    setting: &'static str,
     path: PathBuf,
     lock: PathLock,
 }
@@ -95,27 +102,30 @@ enum SocketState {
 
 impl SocketClaim {
     /// Takes the lock and examines the path, and changes nothing else. Waits for at most `timeout` for a daemon that is
-    /// stopping. Blocks.
-    pub fn acquire(path: &Path, timeout: Duration) -> Result<SocketClaim, SocketError> {
+    /// stopping. `setting` is the key of the configuration that has the path, for errors. Blocks.
+    pub fn acquire(setting: &'static str, path: &Path, timeout: Duration) -> Result<SocketClaim, SocketError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory).map_err(at("create", directory))?;
-        let lock = PathLock::acquire(&PathLock::path_beside(path), timeout)
-            .map_err(|source| SocketError::InUse { path: path.to_owned(), source })?;
-        examine(path)?;
-        Ok(SocketClaim { path: path.to_owned(), lock })
+        let lock = PathLock::acquire(&PathLock::path_beside(path), timeout).map_err(|source| SocketError::InUse {
+            path: path.to_owned(),
+            setting,
+            source,
+        })?;
+        examine(setting, path)?;
+        Ok(SocketClaim { setting, path: path.to_owned(), lock })
     }
 
     /// Listens. Only root may connect, from the socket's first moment on. Blocks for a few file operations.
     pub fn listen(self) -> Result<(UnixListener, OwnedSocket), SocketError> {
-        let SocketClaim { path, lock } = self;
+        let SocketClaim { setting, path, lock } = self;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let new = path.with_file_name(format!(".{name}.n"));
         // Left over from a daemon that was killed between the next lines.
-        if let SocketState::Stale(..) = examine(&new)? {
+        if let SocketState::Stale(..) = examine(setting, &new)? {
             remove_if_there(&new)?;
         }
         let listener = listen_privately(&new).map_err(at("listen on", &new))?;
-        let named = publish(&new, &path);
+        let named = publish(setting, &new, &path);
         let removed = remove_if_there(&new);
         let inode = named?;
         removed?;
@@ -135,10 +145,10 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
 }
 
 /// Links the socket `new` to its final path and opens it, so that it can be identified later.
-fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
+fn publish(setting: &'static str, new: &Path, path: &Path) -> Result<File, SocketError> {
     let inode = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(new);
     let inode = inode.map_err(at("open", new))?;
-    if let SocketState::Stale(device, number) = examine(path)? {
+    if let SocketState::Stale(device, number) = examine(setting, path)? {
         // Checked again right before the link: a program that does not know the lock may have taken the path meanwhile.
         let now = fs::symlink_metadata(path).map_err(at("look at", path))?;
         if (now.dev(), now.ino()) == (device, number) {
@@ -148,8 +158,8 @@ fn publish(new: &Path, path: &Path) -> Result<File, SocketError> {
     match fs::hard_link(new, path) {
         Ok(()) => Ok(inode),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            examine(path)?;
-            Err(SocketError::Listening { path: path.to_owned() })
+            examine(setting, path)?;
+            Err(SocketError::Listening { path: path.to_owned(), setting })
         }
         Err(error) => Err(at("name", path)(error).into()),
     }
@@ -173,7 +183,7 @@ impl OwnedSocket {
 }
 
 /// Returns what exists at the path, or an error if it may not be replaced.
-fn examine(path: &Path) -> Result<SocketState, SocketError> {
+fn examine(setting: &'static str, path: &Path) -> Result<SocketState, SocketError> {
     let found = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(SocketState::Absent),
         other => other.map_err(at("look at", path))?,
@@ -186,13 +196,15 @@ fn examine(path: &Path) -> Result<SocketState, SocketError> {
             kind if kind.is_symlink() => "symbolic link",
             _ => "special file",
         };
-        return Err(SocketError::NotASocket { path: path.to_owned(), kind });
+        return Err(SocketError::NotASocket { path: path.to_owned(), setting, kind });
     }
     match try_connect(path) {
         Err(Errno::ECONNREFUSED) => Ok(SocketState::Stale(found.dev(), found.ino())),
         Err(Errno::ENOENT) => Ok(SocketState::Absent),
         // EAGAIN: the listener's queue is full. EPROTOTYPE: a process has a socket of another type open.
-        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Err(SocketError::Listening { path: path.to_owned() }),
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => {
+            Err(SocketError::Listening { path: path.to_owned(), setting })
+        }
         Err(errno) => Err(at("connect to", path)(errno.into()).into()),
     }
 }
@@ -212,7 +224,7 @@ mod tests {
     use std::os::unix::net::{UnixDatagram, UnixListener as StdListener, UnixStream};
 
     fn claim(path: &Path) -> Result<SocketClaim, SocketError> {
-        SocketClaim::acquire(path, Duration::ZERO)
+        SocketClaim::acquire("paths.socket", path, Duration::ZERO)
     }
 
     fn inode(path: &Path) -> u64 {

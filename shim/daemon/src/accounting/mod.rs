@@ -170,6 +170,25 @@ impl Accounting {
         run_blocking("measure the cost of a pod", move || cost::measure_processes(&identity)).await.ok().flatten()
     }
 
+    /// Returns the resident memory of the processes of these pods in bytes, by handler. Pods that are not ready are left out.
+    pub async fn measure_memory(&self, pods: &[Arc<View>]) -> BTreeMap<String, u64> {
+        let of = |view: &Arc<View>| {
+            let (view, client) = self.node.ready(view.pod.id.as_str()).ok()?;
+            Some((view.pod.handler.clone(), client.identity().clone()))
+        };
+        let processes: Vec<_> = pods.iter().filter_map(of).collect();
+        let measure = move || {
+            let mut sums = BTreeMap::<String, u64>::new();
+            for (handler, process) in processes {
+                let bytes = cost::measure_processes(&process).map_or(0, |cost| cost.memory_bytes);
+                let sum = sums.entry(handler).or_default();
+                *sum = sum.saturating_add(bytes);
+            }
+            sums
+        };
+        run_blocking("measure the memory of pods", measure).await.unwrap_or_default()
+    }
+
     /// Returns the cost of a pod's VM and its parts; `None` as in [`Accounting::measure_processes`].
     pub async fn measure_vm_cost(&self, pod: &PodId) -> Option<VmCost> {
         let (_, client) = self.node.ready(pod.as_str()).ok()?;

@@ -4,6 +4,7 @@ use super::{
     Config, Handler, ImageSettings, JailSettings, NetworkSettings, PathSettings, RegistrySettings, SandboxSettings,
     StreamingSettings, duration,
 };
+use crate::metrics::address::MetricsAddress;
 use nacelle_engine::MAX_VCPUS;
 use nacelle_model::empty_dir::{MAX_QUOTA, MIN_QUOTA};
 use std::ops::RangeInclusive;
@@ -84,6 +85,9 @@ pub(super) fn check(config: &Config) -> Result<(), BrokenRule> {
     check_sandbox(&config.sandbox)?;
     check_jail(&config.jail)?;
     check_streaming(&config.streaming)?;
+    if let Some(MetricsAddress::Unix(path)) = &config.metrics.address {
+        check_socket("metrics.address", path)?;
+    }
     absolute("machines.efi_code", &config.machines.efi_code)?;
     absolute("machines.efi_variables", &config.machines.efi_variables)?;
     absolute("machines.efi_secure_code", &config.machines.efi_secure_code)?;
@@ -92,13 +96,17 @@ pub(super) fn check(config: &Config) -> Result<(), BrokenRule> {
     config.handlers.iter().try_for_each(|(name, handler)| check_handler(name, handler))
 }
 
+fn check_socket(key: &str, path: &Path) -> Result<(), BrokenRule> {
+    absolute(key, path)?;
+    let rule = "the path of a Unix socket has at most 107 bytes";
+    if path.as_os_str().len() > 107 { Err(broken(key, path, rule)) } else { Ok(()) }
+}
+
 fn check_paths(paths: &PathSettings) -> Result<(), BrokenRule> {
     for (key, path) in [("paths.root", &paths.root), ("paths.run", &paths.run), ("paths.socket", &paths.socket)] {
         absolute(key, path)?;
     }
-    if paths.socket.as_os_str().len() > 107 {
-        return Err(broken("paths.socket", &paths.socket, "the path of a Unix socket has at most 107 bytes"));
-    }
+    check_socket("paths.socket", &paths.socket)?;
     // The name of a pod's directory has 13 characters; docs/contributor/pod-process.md explains the limit of its path.
     if paths.pods().as_os_str().len() + "/0123456789abc/jail".len() > MAX_JAIL_PATH {
         let rule = "the path has at most 63 bytes, because the paths of pods' Unix sockets begin with it";
@@ -277,6 +285,8 @@ mod tests {
             ("[images]\nprogress_timeout = \"0s\"", "images.progress_timeout"),
             ("[images]\nverify_interval = \"59m\"", "images.verify_interval"),
             ("[images]\nverify_interval = \"8761h\"", "images.verify_interval"),
+            ("[metrics]\naddress = \"unix:metrics.sock\"", "metrics.address"),
+            (&format!("[metrics]\naddress = \"unix:/{}\"", "s".repeat(107)), "metrics.address"),
             ("[streaming]\nidle_timeout = \"0s\"", "streaming.idle_timeout"),
             ("[streaming]\nidle_timeout = \"169h\"", "streaming.idle_timeout"),
             ("[streaming]\ntls_cert_file = \"c\"\ntls_key_file = \"/k\"", "streaming.tls_cert_file"),

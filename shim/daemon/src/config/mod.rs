@@ -12,6 +12,7 @@ pub use renamed::KeyConflict;
 pub use syntax::SyntaxError;
 
 use crate::log::LogFilter;
+use crate::metrics::address::MetricsAddress;
 use hosts::HostsError;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at};
@@ -52,6 +53,8 @@ pub struct Config {
     pub images: ImageSettings,
     /// The daemon's log.
     pub log: LogSettings,
+    /// The metrics of the daemon.
+    pub metrics: MetricsSettings,
     /// The handlers that RuntimeClasses can name. If the file defines none, there is one with the name `default_handler`.
     pub handlers: BTreeMap<String, Handler>,
 }
@@ -62,6 +65,15 @@ pub struct Config {
 pub struct LogSettings {
     /// The events that are logged, unless NACELLE_LOG says so.
     pub filter: LogFilter,
+}
+
+/// The metrics of the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MetricsSettings {
+    /// The address on which metrics are served; `None`: they are not served.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub address: Option<MetricsAddress>,
 }
 
 /// Paths of files and directories.
@@ -348,6 +360,7 @@ impl Default for Config {
             streaming: StreamingSettings::default(),
             images: ImageSettings::default(),
             log: LogSettings::default(),
+            metrics: MetricsSettings::default(),
             handlers: BTreeMap::new(),
         }
     }

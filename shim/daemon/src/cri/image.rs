@@ -5,12 +5,34 @@ use super::convert::report;
 use super::sandbox::required;
 use super::status::status;
 use crate::lifecycle::unix_nanos;
+use crate::metrics::EventCounters;
+use crate::metrics::labels::PullResult;
 use nacelle_base::Chain;
 use nacelle_base::task::TaskError;
 use nacelle_image::{Auth, ImageError, ImageRecord, Reference};
 use nacelle_proto::cri;
 use std::collections::HashMap;
+use std::time::Instant;
 use tonic::Status;
+
+/// A pull in progress. One that is dropped was given up by its caller.
+struct CountedPull<'c> {
+    counters: &'c EventCounters,
+    began: Instant,
+    result: PullResult,
+}
+
+impl CountedPull<'_> {
+    fn new(counters: &EventCounters) -> CountedPull<'_> {
+        CountedPull { counters, began: Instant::now(), result: PullResult::Cancelled }
+    }
+}
+
+impl Drop for CountedPull<'_> {
+    fn drop(&mut self) {
+        self.counters.count_pull(self.result, self.began.elapsed());
+    }
+}
 
 impl Cri {
     pub(super) async fn on_list_images(
@@ -83,7 +105,12 @@ impl Cri {
             registry_token: auth.registry_token,
         });
         // Dropped with the request: a cancel by kubelet ends the download, and the next pull resumes it.
-        let id = self.node.services().images.pull(&reference, auth).await.map_err(status)?;
+        let services = self.node.services();
+        let mut counted = CountedPull::new(&services.counters);
+        let pulled = services.images.pull(&reference, auth).await;
+        counted.result = if pulled.is_ok() { PullResult::Success } else { PullResult::Failure };
+        drop(counted);
+        let id = pulled.map_err(status)?;
         tracing::info!(image = %reference, %id, "pulled");
         Ok(cri::PullImageResponse { image_ref: id.to_string() })
     }

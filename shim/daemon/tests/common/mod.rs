@@ -13,6 +13,7 @@ use nacelle_base::net::{Interface, PodNetwork};
 use nacelle_daemon::config::{Config, Handler, TemplateScope};
 use nacelle_daemon::lifecycle::services::Networks;
 use nacelle_daemon::lifecycle::{EngineChoice, Events};
+use nacelle_daemon::metrics::address::MetricsAddress;
 use nacelle_daemon::server::{self, DaemonSetup};
 use nacelle_daemon::supervision::Supervisor;
 use nacelle_net::{Attachment, CniError, KnownPods, NetError, PodRef};
@@ -206,6 +207,8 @@ pub struct World {
     pub user_count: u32,
     /// `network.gc_interval` of its daemons.
     pub gc_interval: Duration,
+    /// `metrics.address` of its daemons.
+    pub metrics: Option<MetricsAddress>,
 }
 
 /// A daemon on the node.
@@ -244,7 +247,7 @@ impl World {
             Arc::new(FakeNetworks { script: Arc::clone(&script), netns: Mutex::default(), attached: Mutex::default() });
         let Config { jail, network, .. } = Config::default();
         let (user_count, gc_interval) = (jail.user_count, network.gc_interval);
-        let world = World { root, script, pods, networks, runtime, user_count, gc_interval };
+        let world = World { root, script, pods, networks, runtime, user_count, gc_interval, metrics: None };
         image::load(&world);
         world
     }
@@ -260,6 +263,7 @@ impl World {
         config.sandbox.templates = TemplateScope::Off;
         config.jail.user_count = self.user_count;
         config.network.gc_interval = self.gc_interval;
+        config.metrics.address.clone_from(&self.metrics);
         let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
         let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };

@@ -4,6 +4,7 @@ use super::container::find_signal;
 use super::users;
 use crate::lifecycle::announce::{self, AnnouncedState};
 use crate::lifecycle::{Event, EventKind, View};
+use crate::metrics::labels::ExitReason;
 use nacelle_image::{ImageRecord, ImageUser};
 use nacelle_model::StringMap;
 use nacelle_model::container::ContainerImage;
@@ -201,10 +202,7 @@ pub fn container(container: &ContainerRecord) -> cri::Container {
 /// Returns the reason of a container's state, in the words that kubelet and users expect.
 fn reason(container: &ContainerRecord) -> &'static str {
     match container.state {
-        ContainerState::Exited if container.oom_killed => "OOMKilled",
-        ContainerState::Exited if container.start_failed => "StartError",
-        ContainerState::Exited if container.exit_code == 0 => "Completed",
-        ContainerState::Exited => "Error",
+        ContainerState::Exited => ExitReason::of(container).as_str(),
         _ => "",
     }
 }

@@ -4,6 +4,7 @@ use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
+use crate::metrics::labels::VmEndCause;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
@@ -45,7 +46,7 @@ pub(crate) enum Message {
     Found(PodClient),
     Report(proto::PodState),
     Lost,
-    Gone(Option<proto::PodState>),
+    Gone(Option<proto::PodState>, VmEndCause),
     CreateAgain(ContainerId),
     Prepared(ContainerId, Result<Box<Prepared>, LifecycleError>),
     Created(ContainerId, Result<ContainerUser, LifecycleError>),

@@ -18,6 +18,7 @@ use super::context::services::Admit;
 use super::context::view::View;
 use super::pod::boot;
 use super::pod::spec::NewPod;
+use crate::metrics::labels::StartResult;
 use announce::Announced;
 use message::{Answer, Begin, Message, Patience, Stopping};
 use nacelle_base::machine::EngineKind;
@@ -33,6 +34,7 @@ use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_store::{Change, StoreError};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::time::Instant;
 use table::Table;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -100,6 +102,8 @@ pub(crate) struct Actor {
     announced: Announced,
     /// The steps of the pod's start, with their durations.
     timeline: Timeline,
+    /// When this actor was created: for a new pod, when it was requested.
+    since: Instant,
     /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
     confined: Option<(BTreeSet<u32>, Option<u32>)>,
     /// The memory policy of the VM's cgroup; `None` if unknown.
@@ -139,6 +143,7 @@ pub(crate) fn new(
         updates: VecDeque::new(),
         announced,
         timeline: Timeline::default(),
+        since: Instant::now(),
         ended: false,
     };
     (actor, me, seen)
@@ -171,6 +176,7 @@ impl Actor {
 
     async fn begin(&mut self, engine: EngineKind, answer: Answer<()>) {
         if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
+            self.count_start(StartResult::Failed);
             self.table.forget(&self.pod);
             self.services.events.notify_change();
             self.ended = true;
@@ -191,6 +197,13 @@ impl Actor {
             self.admit(),
         );
         self.effect(async move { Message::Booted(Box::new(boot.await)) });
+    }
+
+    /// Counts the end of the pod's start.
+    fn count_start(&self, result: StartResult) {
+        let longest = self.services.config.sandbox.boot_timeout;
+        let (counters, steps) = (&self.services.counters, self.timeline.steps());
+        counters.count_pod_start(&self.pod.handler, result, self.since.elapsed(), &steps, longest);
     }
 
     /// Returns the callback by which the actor records the pod process before that process begins its work.
@@ -241,7 +254,7 @@ impl Actor {
             Message::Found(client) => self.found(client),
             Message::Report(state) => self.report(state).await,
             Message::Lost => self.lost(),
-            Message::Gone(last) => self.gone(last).await,
+            Message::Gone(last, cause) => self.gone(last, cause).await,
             Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
             Message::Start(id, answer) => self.start(id, answer).await,
             Message::Update(id, change, answer) => self.update(id, change, answer).await,

@@ -6,6 +6,7 @@ use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::events::EventKind;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::{self, TornDown};
+use crate::metrics::labels::StartResult;
 use nacelle_base::Chain;
 use nacelle_model::state;
 use nacelle_model::state::{PodAction, PodEvent};
@@ -67,17 +68,21 @@ impl Actor {
         match result {
             Ok(up) => {
                 if self.pod.state == state::PodState::Booting {
+                    self.count_start(StartResult::Ready);
                     (self.pod.ips, self.pod.kernel_release) = (up.ips, up.kernel_release);
                     self.pod.machine = Some(up.machine);
                     self.pod.was_ready = true;
                     self.found(up.client);
                 } else {
+                    self.count_start(StartResult::Cancelled);
                     self.client = Some(up.client);
                     self.boot_error = Some(LifecycleError::Cancelled);
                 }
                 self.step(PodEvent::Booted).await;
             }
             Err(error) => {
+                let is_cancelled = self.pod.state != state::PodState::Booting;
+                self.count_start(if is_cancelled { StartResult::Cancelled } else { StartResult::Failed });
                 tracing::warn!(pod = %self.pod.id, timeline = %self.timeline, "the pod could not start: {}", Chain(&error));
                 self.boot_error = Some(error);
                 self.step(PodEvent::BootFailed).await;

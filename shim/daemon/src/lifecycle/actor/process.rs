@@ -3,6 +3,7 @@
 use super::Actor;
 use super::message::Message;
 use crate::lifecycle::context::text::clip;
+use crate::metrics::labels::VmEndCause;
 use nacelle_base::Chain;
 use nacelle_model::state;
 use nacelle_model::state::PodEvent;
@@ -46,11 +47,13 @@ impl Actor {
         }
         // If the pod process is gone as well, the cleanup of the pod checks this.
         let lost = state.phase() == proto::Phase::Stopped || state.containers.iter().any(|one| one.exit_code == LOST);
+        let mut cause = VmEndCause::Ended;
         if lost && self.services.pods.out_of_memory(&self.services.pod_dir(&self.pod.id)).await {
             mark_oom_killed(&mut state);
+            cause = VmEndCause::OomKilled;
         }
         match state.phase() {
-            proto::Phase::Stopped => self.gone(Some(state)).await,
+            proto::Phase::Stopped => self.gone(Some(state), cause).await,
             _ => self.apply(&state).await,
         }
     }
@@ -64,6 +67,7 @@ impl Actor {
         let search = async move {
             let dir = services.pod_dir(&id);
             let mut pause = RETRY.0;
+            let mut cause = VmEndCause::ProcessLost;
             loop {
                 match services.pods.connect(&dir).await {
                     Ok(client) => {
@@ -71,10 +75,16 @@ impl Actor {
                         tokio::time::sleep(pause).await;
                         return Message::Found(client);
                     }
-                    Err(ClientError::NotRunning { .. }) => match services.clean_up(&dir, process.as_ref()).await {
-                        Ok(last) => return Message::Gone(last.as_ref().map(Into::into)),
-                        Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
-                    },
+                    Err(ClientError::NotRunning { .. }) => {
+                        // The cleanup removes the cgroup, which has the count.
+                        if services.pods.out_of_memory(&dir).await {
+                            cause = VmEndCause::OomKilled;
+                        }
+                        match services.clean_up(&dir, process.as_ref()).await {
+                            Ok(last) => return Message::Gone(last.as_ref().map(Into::into), cause),
+                            Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
+                        }
+                    }
                     Err(error) => tracing::warn!(pod = %id, "the pod process is silent: {}", Chain(&error)),
                 }
                 tokio::time::sleep(pause).await;
@@ -90,10 +100,11 @@ impl Actor {
     }
 
     /// Handles the unrequested end of the VM.
-    pub(crate) async fn gone(&mut self, last: Option<proto::PodState>) {
+    pub(crate) async fn gone(&mut self, last: Option<proto::PodState>, cause: VmEndCause) {
         if self.pod.state != state::PodState::Ready {
             return;
         }
+        self.services.counters.count_vm_end(cause);
         let failure = last.as_ref().map(|last| clip(&last.failure)).filter(|failure| !failure.is_empty());
         self.pod.failure = failure.unwrap_or_else(|| "the machine of the pod ended".to_owned());
         tracing::warn!(pod = %self.pod.id, failure = self.pod.failure, "the machine of the pod is gone");

@@ -11,6 +11,7 @@ pub(crate) mod view;
 
 use crate::config::Config;
 use crate::lifecycle::template::Templates;
+use crate::metrics::EventCounters;
 use engine::EngineChoice;
 use events::Events;
 use ipnet::IpNet;
@@ -50,6 +51,8 @@ pub struct NodeServices {
     pub cidrs: RwLock<Vec<IpNet>>,
     /// The events of pods and containers.
     pub events: Events,
+    /// The counts of events for metrics.
+    pub counters: EventCounters,
     /// Locks that keep other daemons out of this daemon's directories.
     pub locks: Vec<PathLock>,
 }

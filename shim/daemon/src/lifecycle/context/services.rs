@@ -102,6 +102,10 @@ pub trait Networks: Send + Sync + 'static {
     async fn release(&self, id: &PodId, limit: Duration) -> Result<Option<CniError>, NetError>;
     /// Retries the owed DELs that are due, each for at most `limit`.
     async fn retry_owed_deletes(&self, limit: Duration);
+    /// Returns the number of pods that are gone and whose DEL has not succeeded, as far as this daemon knows. Does not block.
+    fn count_owed_deletes(&self) -> usize {
+        0
+    }
     /// Returns the error because of which pods could not get a network now, if there is one.
     async fn status(&self) -> Result<(), NetError>;
     /// Removes everything of pods that are not known; each step takes at most `limit`. Pods may come and go meanwhile.
@@ -181,6 +185,10 @@ impl Networks for NodeNetworks {
 
     async fn retry_owed_deletes(&self, limit: Duration) {
         NodeNetworks::retry_owed_deletes(self, limit).await;
+    }
+
+    fn count_owed_deletes(&self) -> usize {
+        NodeNetworks::count_owed_deletes(self)
     }
 
     async fn status(&self) -> Result<(), NetError> {

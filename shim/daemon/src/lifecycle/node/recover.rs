@@ -8,6 +8,8 @@ use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
 use crate::lifecycle::actor::table::{Handle, Table, send_request};
 use crate::lifecycle::context::{NodeServices, unix_nanos};
+use crate::metrics::EventCounters;
+use crate::metrics::labels::{ExitReason, RecoveryOutcome, VmEndCause};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord};
@@ -145,6 +147,8 @@ impl Node {
         let (found, client, last) = look(&self.services, &pod).await;
         let plan = plan(pod.state, pod.was_ready, found);
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
+        let counters = &self.services.counters;
+        counters.count_recovery(outcome(plan));
         let (mut remove, mut make) = (Vec::new(), Vec::new());
         for container in &mut containers {
             let how = match (plan, &last) {
@@ -161,16 +165,16 @@ impl Node {
                     make.push(container.id.clone());
                 }
                 ContainerPlan::Remove => {
-                    lose(container, "the daemon ended while it was removed");
+                    lose(container, "the daemon ended while it was removed", counters);
                     remove.push(container.id.clone());
                 }
-                ContainerPlan::Lost => lose(container, "the pod process does not know the container"),
+                ContainerPlan::Lost => lose(container, "the pod process does not know the container", counters),
             }
         }
         let first = match plan {
             Plan::Adopt => client.map(Message::Found),
             Plan::Search => Some(Message::Lost),
-            Plan::Lost => Some(Message::Gone(last.clone())),
+            Plan::Lost => Some(Message::Gone(last.clone(), VmEndCause::Unobserved)),
             Plan::Undo | Plan::Discard => {
                 // The state is that after a failed cleanup: a request to stop the pod tries again.
                 pod.state = PodState::Unclean;
@@ -230,12 +234,25 @@ impl Node {
 }
 
 /// Marks a container as ended whose fate can no longer be learned.
-fn lose(container: &mut ContainerRecord, why: &str) {
+fn lose(container: &mut ContainerRecord, why: &str, counters: &EventCounters) {
     container.state = ContainerState::Exited;
     if container.finished_at == 0 {
         container.finished_at = unix_nanos();
         container.exit_code = i32::try_from(nacelle_pod::record::LOST).unwrap_or(i32::MAX);
         container.message = why.to_owned();
+        counters.count_container_exit(ExitReason::of(container));
+    }
+}
+
+/// Returns how a recovery counts.
+fn outcome(plan: Plan) -> RecoveryOutcome {
+    match plan {
+        Plan::Adopt => RecoveryOutcome::Adopted,
+        Plan::Search => RecoveryOutcome::Silent,
+        Plan::Lost => RecoveryOutcome::Lost,
+        Plan::Undo => RecoveryOutcome::CleanedUp,
+        Plan::Discard => RecoveryOutcome::Discarded,
+        Plan::Rest => RecoveryOutcome::Stopped,
     }
 }
 

@@ -33,6 +33,30 @@ pub(crate) enum MissReason {
     Unusable,
 }
 
+impl MissReason {
+    /// All reasons.
+    pub(crate) const ALL: [MissReason; 6] = [
+        MissReason::NotBuilt,
+        MissReason::BuildFailed,
+        MissReason::OwnKernel,
+        MissReason::HugePages,
+        MissReason::Memory,
+        MissReason::Unusable,
+    ];
+
+    /// Returns the reason as a label of a metric.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            MissReason::NotBuilt => "not_built",
+            MissReason::BuildFailed => "build_failed",
+            MissReason::OwnKernel => "own_kernel",
+            MissReason::HugePages => "huge_pages",
+            MissReason::Memory => "memory",
+            MissReason::Unusable => "unusable",
+        }
+    }
+}
+
 impl fmt::Display for MissReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -11,6 +11,7 @@ mod update;
 use super::{Actor, Entry};
 use crate::lifecycle::container::report::{ContainerReport, sanitize};
 use crate::lifecycle::context::unix_nanos;
+use crate::metrics::labels::ExitReason;
 use nacelle_base::ContainerId;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_pod::record::LOST;
@@ -91,6 +92,7 @@ impl Actor {
         if record.started_at != 0 && record.finished_at == 0 {
             // The clock may have been set back meanwhile.
             (record.finished_at, record.exit_code) = (unix_nanos().max(record.started_at), KILLED);
+            self.services.counters.count_container_exit(ExitReason::of(record));
             self.publish();
         }
         let entry = self.containers.remove(id);
@@ -109,6 +111,9 @@ impl Actor {
                 let record = entry.record.clone();
                 if next != from {
                     let ended = (next == ContainerState::Exited).then_some(&record);
+                    if let Some(record) = ended {
+                        self.services.counters.count_container_exit(ExitReason::of(record));
+                    }
                     let exit_code = ended.map(|record| record.exit_code);
                     let oom_killed = ended.map(|record| record.oom_killed);
                     let why = ended.map(|record| record.message.as_str()).filter(|message| !message.is_empty());
