@@ -114,6 +114,11 @@ need_runtime() {
 need_test_packages() {
     need git jq iputils-ping busybox-static erofs-utils e2fsprogs iproute2 iptables nftables procps containernetworking-plugins \
         skopeo umoci docker-registry openssl curl apache2-utils zstd xz-utils
+    if ! installed prometheus; then
+        need prometheus
+        # Only its programs are needed.
+        [ ! -d /run/systemd/system ] || as_root systemctl disable --now --quiet prometheus
+    fi
 }
 need_test_guests() {
     need_runtime
