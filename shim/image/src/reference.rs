@@ -53,7 +53,7 @@ impl Reference {
             }
             _ => ("docker.io", name),
         };
-        if !is_host(registry) {
+        if !is_registry_host(registry) {
             return Err(invalid_reference(
                 text,
                 "the part before the first / is not a host name with an optional port",
@@ -139,7 +139,8 @@ fn is_tag(tag: &str) -> bool {
         && tag.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
 }
 
-fn is_host(host: &str) -> bool {
+/// Returns whether a text is a host with an optional port, as references name registries.
+pub fn is_registry_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {
         Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
         _ => (host, None),

@@ -3,30 +3,35 @@
 
 mod check;
 mod duration;
+mod files;
 mod hosts;
+mod key;
+mod load;
+mod options;
+mod problem;
 mod renamed;
+mod size;
 mod syntax;
 
-pub use check::BrokenRule;
-pub use renamed::KeyConflict;
+#[cfg(test)]
+mod tests;
+
+pub use key::KeyPath;
+pub use load::ConfigError;
+pub use problem::{ConfigProblem, ConfigProblems};
 pub use syntax::SyntaxError;
 
 use crate::log::LogFilter;
 use crate::metrics::address::MetricsAddress;
-use hosts::HostsError;
 use nacelle_base::disk_limits::DiskLimits;
-use nacelle_base::files::{FileError, at};
-use nacelle_base::machine::{ConsoleKind, EngineKind, MemoryPages};
-use nacelle_base::{Classify, FailureKind};
+use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_machines::MachineSettings;
 use nacelle_pod::spec::Seccomp;
-use renamed::RenameError;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
-use toml::de::DeTable;
 
 /// The configuration file if the command line names none.
 pub const DEFAULT_PATH: &str = "/etc/nacelle/config.toml";
@@ -115,6 +120,7 @@ pub struct SandboxSettings {
     /// Which pods may start from the same template, and so share memory that none of them has written: "node", "namespace" or "off".
     pub templates: TemplateScope,
     /// The memory in MiB that all templates together may take; the one that was used last may exceed it alone.
+    #[serde(deserialize_with = "size::mib")]
     pub templates_max_mib: u64,
 }
 
@@ -220,10 +226,12 @@ pub struct ImageSettings {
     #[serde(with = "duration")]
     pub progress_timeout: Duration,
     /// The largest unpacked size of one layer in bytes.
+    #[serde(deserialize_with = "size::bytes")]
     pub max_layer_bytes: u64,
     /// The largest number of files and directories in one layer.
     pub max_layer_entries: u64,
     /// Memory in bytes for unpacking, in all concurrent pulls and loads together.
+    #[serde(deserialize_with = "size::bytes")]
     pub max_unpack_memory: u64,
     /// Images that kubelet must not collect.
     pub pinned: Vec<String>,
@@ -285,18 +293,6 @@ pub enum EngineSetting {
     Host,
 }
 
-impl EngineSetting {
-    /// Returns the engine; `fitting` is the one for `Auto`.
-    pub fn or(self, fitting: EngineKind) -> EngineKind {
-        match self {
-            EngineSetting::Auto => fitting,
-            EngineSetting::Kvm => EngineKind::Kvm,
-            EngineSetting::Qemu => EngineKind::Qemu,
-            EngineSetting::Host => EngineKind::Host,
-        }
-    }
-}
-
 /// The form in which a VM gets the emptyDirs that kubelet keeps on its disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -326,23 +322,25 @@ pub struct Handler {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_vcpus: Option<u32>,
     /// Memory of a VM in MiB, in addition to the pod's limits.
+    #[serde(deserialize_with = "size::mib")]
     pub memory_mib: u64,
     /// The largest total memory that a running VM may get, in MiB; `None`: the memory at boot.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size::optional_mib")]
     pub max_memory_mib: Option<u64>,
     /// The pages that back the VM's memory on the node: "transparent" or "hugetlb".
     pub memory_pages: MemoryPages,
     /// The console device of the guest's kernel: "serial" or "virtio".
     pub console: ConsoleKind,
     /// The size in MiB of the sparse disk for the writable layers of containers.
+    #[serde(deserialize_with = "size::mib")]
     pub scratch_mib: u64,
     /// The limits of each pod on the disk of `paths.root`; `None` for none.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size::disk_limits")]
     pub disk_limits: Option<DiskLimits>,
     /// The form of emptyDirs that kubelet keeps on its disk: "shared" or "disk".
     pub empty_dir: EmptyDir,
     /// The size in MiB of emptyDirs that are disks, where the pod sets no limit; `None`: the free space of the node.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size::optional_mib")]
     pub empty_dir_mib: Option<u64>,
     /// Annotations (`vm.nacelle.dev/...`) that a pod of this handler may have.
     pub allowed_annotations: Vec<String>,
@@ -393,18 +391,6 @@ impl Default for SandboxSettings {
     }
 }
 
-impl JailSettings {
-    /// Returns the user of image workers: the first of the range.
-    pub fn worker_user(&self) -> Option<u32> {
-        (self.user_count > 0).then_some(self.first_user)
-    }
-
-    /// Returns the first user of pod processes, and their number: the rest of the range.
-    pub fn pod_users(&self) -> (u32, u32) {
-        (self.first_user.saturating_add(1), self.user_count.saturating_sub(1))
-    }
-}
-
 impl Default for JailSettings {
     fn default() -> Self {
         // Above the ids that systemd gives to containers and below its later ranges (https://systemd.io/UIDS-GIDS).
@@ -433,18 +419,6 @@ impl Default for StreamingSettings {
             idle_timeout: Duration::from_secs(4 * 60 * 60),
             tls_cert_file: None,
             tls_key_file: None,
-        }
-    }
-}
-
-impl ImageSettings {
-    /// Returns the proxies of requests to registries: the configured ones, otherwise those of the environment.
-    fn proxy(&self, variable: impl Fn(&str) -> Option<String>) -> nacelle_image::ProxyConfig {
-        let environment = nacelle_image::ProxyConfig::from_environment(variable);
-        nacelle_image::ProxyConfig {
-            http_proxy: self.http_proxy.clone().unwrap_or(environment.http_proxy),
-            https_proxy: self.https_proxy.clone().unwrap_or(environment.https_proxy),
-            no_proxy: self.no_proxy.clone().unwrap_or(environment.no_proxy),
         }
     }
 }
@@ -490,237 +464,3 @@ impl Default for Handler {
         }
     }
 }
-
-/// Why the configuration cannot be loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The file cannot be read.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// The file is not TOML, or a key or value is unknown. The cause has line and column.
-    #[error("cannot parse configuration file {path}", path = path.display())]
-    Syntax {
-        /// The file.
-        path: PathBuf,
-        /// Line, column and reason.
-        source: SyntaxError,
-    },
-    /// A value breaks a rule.
-    #[error("invalid configuration in {path}", path = path.display())]
-    Rule {
-        /// The file.
-        path: PathBuf,
-        /// The key, its value and the rule.
-        source: BrokenRule,
-    },
-    /// The directory of `images.hosts_dir` cannot be used.
-    #[error(transparent)]
-    Hosts(#[from] HostsError),
-    /// A setting has its old and its new key.
-    #[error("invalid configuration in {path}", path = path.display())]
-    Conflict {
-        /// The file.
-        path: PathBuf,
-        /// Both keys.
-        source: KeyConflict,
-    },
-}
-
-impl Classify for ConfigError {
-    fn kind(&self) -> FailureKind {
-        match self {
-            ConfigError::File(error) => error.kind(),
-            ConfigError::Hosts(error) => error.kind(),
-            ConfigError::Syntax { .. } | ConfigError::Rule { .. } | ConfigError::Conflict { .. } => {
-                FailureKind::Invalid
-            }
-        }
-    }
-}
-
-impl Config {
-    /// Reads and checks a file. The default file may be missing: then all settings have their defaults.
-    pub fn load(path: Option<&Path>) -> Result<Config, ConfigError> {
-        let (path, needed) = match path {
-            Some(path) => (path, true),
-            None => (Path::new(DEFAULT_PATH), false),
-        };
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound && !needed => String::new(),
-            other => other.map_err(at("read", path))?,
-        };
-        let mut config = Config::parse(&text, path)?;
-        if let Some(directory) = &config.images.hosts_dir {
-            for (host, settings) in hosts::read(directory)? {
-                let known = config.images.registries.entry(host.clone()).or_default();
-                let auth_file = known.auth_file.clone();
-                if *known == (RegistrySettings { auth_file: auth_file.clone(), ..RegistrySettings::default() }) {
-                    *known = RegistrySettings { auth_file, ..settings };
-                } else {
-                    tracing::warn!(
-                        host,
-                        "images.registries has settings of the host: those of images.hosts_dir are not used"
-                    );
-                }
-            }
-        }
-        Ok(config)
-    }
-
-    /// Returns the top-level keys whose values differ in `other`, without `log`, which can change while the daemon runs.
-    pub fn keys_that_differ(&self, other: &Config) -> Vec<String> {
-        let values = |config| match serde_json::to_value(config) {
-            Ok(serde_json::Value::Object(values)) => values,
-            // Keys of the configuration are strings.
-            _ => serde_json::Map::new(),
-        };
-        let (own, others) = (values(self), values(other));
-        own.into_iter()
-            .filter(|(key, value)| key != "log" && others.get(key) != Some(value))
-            .map(|(key, _)| key)
-            .collect()
-    }
-
-    /// Parses and checks the text of a file, and logs a warning for each deprecated key; `path` is for errors.
-    pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigError> {
-        let (config, warnings) = Config::parse_with_warnings(text, path)?;
-        for warning in warnings {
-            tracing::warn!("{}: {warning}", path.display());
-        }
-        Ok(config)
-    }
-
-    fn parse_with_warnings(text: &str, path: &Path) -> Result<(Config, Vec<String>), ConfigError> {
-        let syntax = |error: toml::de::Error| ConfigError::Syntax {
-            path: path.to_owned(),
-            source: SyntaxError::new(&error, text),
-        };
-        let mut file = DeTable::parse(text).map_err(syntax)?;
-        let warnings = renamed::replace_old_keys(file.get_mut()).map_err(|error| match error {
-            RenameError::Value(source) => syntax(source),
-            RenameError::Conflict(source) => ConfigError::Conflict { path: path.to_owned(), source },
-        })?;
-        let mut config = Config::deserialize(toml::Deserializer::from(file)).map_err(syntax)?;
-        if config.handlers.is_empty() {
-            config.handlers.insert(config.default_handler.clone(), Handler::default());
-        }
-        check::check(&config).map_err(|source| ConfigError::Rule { path: path.to_owned(), source })?;
-        Ok((config, warnings))
-    }
-
-    /// Returns the handler of this name (empty: the default one), with its name in the file.
-    pub fn handler(&self, name: &str) -> Option<(&str, &Handler)> {
-        let name = if name.is_empty() { &self.default_handler } else { name };
-        self.handlers.get_key_value(name).map(|(name, handler)| (name.as_str(), handler))
-    }
-
-    /// Returns the options of the image store. `unpack` is the program that decodes layers.
-    pub fn image_options(&self, unpack: &Path) -> nacelle_image::ImageStoreConfig {
-        let images = &self.images;
-        let registry = |registry: &RegistrySettings| nacelle_image::RegistryConfig {
-            http: registry.http,
-            skip_tls_verify: registry.skip_tls_verify,
-            ca_file: registry.ca_file.clone(),
-            client_certificate: registry
-                .client_cert_file
-                .clone()
-                .zip(registry.client_key_file.clone())
-                .map(|(certificate, key)| nacelle_image::ClientCertificate { certificate, key }),
-            mirrors: registry.mirrors.clone(),
-            auth_file: registry.auth_file.clone(),
-        };
-        let proxy = images.proxy(|name| std::env::var(name).ok());
-        // The value may contain a password and is left out of the message.
-        if let Err((scheme, rule)) = proxy.check() {
-            tracing::warn!(
-                "pulls by {scheme} will fail: the proxy of the environment or of images.{scheme}_proxy is refused: {rule}"
-            );
-        }
-        nacelle_image::ImageStoreConfig {
-            registries: images.registries.iter().map(|(host, with)| (host.clone(), registry(with))).collect(),
-            proxy,
-            parallel_layers: images.parallel_layers,
-            progress_timeout: images.progress_timeout,
-            max_layer_bytes: images.max_layer_bytes,
-            max_layer_entries: images.max_layer_entries,
-            max_unpack_memory: images.max_unpack_memory,
-            pinned: images.pinned.clone(),
-            worker: nacelle_image::ImageWorkerConfig {
-                program: unpack.to_owned(),
-                seccomp: self.jail.seccomp,
-                // Without root the worker has a user namespace of its own, in which there is only one user.
-                user: self.jail.worker_user().filter(|_| nix::unistd::geteuid().is_root()),
-                ..nacelle_image::ImageWorkerConfig::default()
-            },
-        }
-    }
-
-    /// Returns the options of the streaming server.
-    pub fn streaming_options(&self) -> nacelle_stream::StreamingConfig {
-        let streaming = &self.streaming;
-        let files = streaming.tls_cert_file.clone().zip(streaming.tls_key_file.clone());
-        nacelle_stream::StreamingConfig {
-            address: streaming.address,
-            idle: streaming.idle_timeout,
-            tls: files.map(|(certificate, key)| nacelle_stream::Tls { certificate, key, client_authority: None }),
-        }
-    }
-
-    /// Returns the options of the pod network.
-    pub fn network_options(&self) -> nacelle_net::NetConfig {
-        nacelle_net::NetConfig {
-            conf_dir: self.network.cni_conf_dir.clone(),
-            bin_dirs: self.network.cni_bin_dirs.clone(),
-            cache_dir: self.paths.root.join("cni"),
-            netns_dir: self.network.netns_dir.clone(),
-            plugin_deadline: self.network.plugin_timeout,
-        }
-    }
-}
-
-impl SandboxSettings {
-    /// Returns `boot_timeout` in milliseconds, the unit of the pod process's specification.
-    pub fn boot_timeout_ms(&self) -> u64 {
-        u64::try_from(self.boot_timeout.as_millis()).unwrap_or(u64::MAX)
-    }
-}
-
-impl PathSettings {
-    /// Returns the directory of the image store.
-    pub fn images(&self) -> PathBuf {
-        self.root.join("images")
-    }
-
-    /// Returns the path of the state store.
-    pub fn store(&self) -> PathBuf {
-        self.root.join("state.redb")
-    }
-
-    /// Returns the directory of the pods' run directories: sockets, records and scratch disks.
-    pub fn pods(&self) -> PathBuf {
-        self.run.join("pods")
-    }
-
-    /// Returns the directory of the templates of VMs.
-    pub fn templates(&self) -> PathBuf {
-        self.run.join("templates")
-    }
-
-    /// Returns the directory of the persistent VMs.
-    pub fn machines(&self) -> PathBuf {
-        self.root.join("machines")
-    }
-
-    /// Returns the directory with the data of persistent VMs whose records were lost.
-    pub fn lost_machines(&self) -> PathBuf {
-        self.root.join("lost-machines")
-    }
-
-    /// Returns the directory of the scratch disks' templates.
-    pub fn scratch(&self) -> PathBuf {
-        self.root.join("scratch")
-    }
-}
-
-#[cfg(test)]
-mod tests;

@@ -1,5 +1,8 @@
 //! Reads the keys that earlier versions had for durations: numbers of seconds, under names that end in `_seconds`.
 
+use super::key::KeyPath;
+use super::problem::ConfigProblem;
+use super::syntax::{TextPosition, describe};
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use std::borrow::Cow;
@@ -23,42 +26,36 @@ const RENAMED_KEYS: [RenamedKey; 7] = [
     RenamedKey { section: "images", old: "progress_seconds", new: "progress_timeout" },
 ];
 
-/// A setting that the file has under its old and its new key.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{old} and {new} are the same setting; remove {old}")]
-pub struct KeyConflict {
-    /// The old key, with its section.
-    pub old: String,
-    /// The new key, with its section.
-    pub new: String,
-}
-
-/// Why an old key cannot be replaced.
-pub(super) enum RenameError {
-    /// The value of the old key is not a number of seconds.
-    Value(toml::de::Error),
-    /// The new key is set too.
-    Conflict(KeyConflict),
-}
-
-/// Replaces the old keys in a parsed file by the new ones. Returns a warning for each replaced key.
-pub(super) fn replace_old_keys(file: &mut DeTable<'_>) -> Result<Vec<String>, RenameError> {
-    let mut warnings = Vec::new();
+/// Replaces the old keys in a parsed file by the new ones. Returns a warning for each replaced key, and the mistakes: an old key
+/// beside the new one, or with a value that is no number of seconds. Such an old key is removed.
+pub(super) fn replace_old_keys(file: &mut DeTable<'_>, text: &str) -> (Vec<String>, Vec<ConfigProblem>) {
+    let (mut warnings, mut problems) = (Vec::new(), Vec::new());
     for RenamedKey { section, old, new } in RENAMED_KEYS {
         let Some(DeValue::Table(table)) = file.get_mut(section).map(Spanned::get_mut) else { continue };
         let Some((key, value)) = table.remove_entry(old) else { continue };
+        let mut refuse = |start: usize, message: String| {
+            let path = KeyPath::from(section).child(old);
+            problems.push(ConfigProblem::new(Some(TextPosition::new(text, start)), Some(&path), message));
+        };
         if table.contains_key(new) {
-            let (old, new) = (format!("{section}.{old}"), format!("{section}.{new}"));
-            return Err(RenameError::Conflict(KeyConflict { old, new }));
+            let message = format!("{section}.{old} and {section}.{new} are the same setting; remove {section}.{old}");
+            refuse(key.span().start, message);
+            continue;
         }
         let span = value.span();
-        let seconds = u64::deserialize(value.into_deserializer()).map_err(RenameError::Value)?;
+        let seconds = match u64::deserialize(value.into_deserializer()) {
+            Ok(seconds) => seconds,
+            Err(error) => {
+                refuse(span.start, describe(error.message()));
+                continue;
+            }
+        };
         let text = format!("{seconds}s");
         warnings.push(format!("configuration key {section}.{old} is deprecated; write {section}.{new} = {text:?}"));
         let value = DeValue::String(Cow::Owned(text));
         table.insert(Spanned::new(key.span(), Cow::Borrowed(new)), Spanned::new(span, value));
     }
-    Ok(warnings)
+    (warnings, problems)
 }
 
 #[cfg(test)]
@@ -112,7 +109,8 @@ mod tests {
         for RenamedKey { section, old, new } in RENAMED_KEYS {
             let error = parse(&format!("[{section}]\n{old} = 42\n{new} = \"42s\"\n")).unwrap_err();
             let expected = format!("{section}.{old} and {section}.{new} are the same setting; remove {section}.{old}");
-            assert_eq!(error.source().unwrap().to_string(), expected);
+            let cause = error.source().unwrap().to_string();
+            assert!(cause.ends_with(&expected) && cause.starts_with("line 2"), "{cause}");
         }
     }
 
@@ -131,7 +129,7 @@ mod tests {
             ("[sandbox]\nundo_seconds = -1\n", "line 2, column 16", "invalid value: integer `-1`"),
         ] {
             let error = parse(text).unwrap_err();
-            assert!(matches!(error, ConfigError::Syntax { .. }), "{error:?}");
+            assert!(matches!(error, ConfigError::Invalid { .. }), "{error:?}");
             let cause = error.source().unwrap().to_string();
             assert!(cause.contains(place) && cause.contains(reason), "{cause}");
         }
@@ -140,7 +138,7 @@ mod tests {
     #[test]
     fn an_old_key_outside_its_range_is_reported_under_the_new_key() {
         let error = parse("[sandbox]\nundo_seconds = 0\n").unwrap_err();
-        let ConfigError::Rule { source, .. } = &error else { panic!("{error:?}") };
-        assert_eq!(source.to_string(), "sandbox.teardown_timeout = \"0s\": 1s to 1h are allowed");
+        let cause = error.source().unwrap().to_string();
+        assert_eq!(cause, "line 2, column 16: sandbox.teardown_timeout = \"0s\": 1s to 1h are allowed");
     }
 }

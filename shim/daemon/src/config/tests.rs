@@ -1,8 +1,11 @@
 //! Tests reading the configuration: names, defaults, limits and the errors that name a setting.
 
 use super::*;
+use nacelle_base::machine::EngineKind;
+use nacelle_base::{Classify, FailureKind};
 use std::collections::BTreeSet;
 use std::error::Error;
+use std::path::Path;
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::parse(text, Path::new("c.toml"))

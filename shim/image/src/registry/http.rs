@@ -304,6 +304,18 @@ fn tls_config(settings: &TlsSettings) -> Result<rustls::ClientConfig, ImageError
     })
 }
 
+/// Checks a file with certificates of authorities, as requests to a registry use it. Blocks.
+pub fn check_authorities(path: &Path) -> Result<(), ImageError> {
+    let mut roots = rustls::RootCertStore::empty();
+    read_certificates(path)?.into_iter().try_for_each(|certificate| Ok(roots.add(certificate)?))
+}
+
+/// Checks the files of a client certificate, as requests to a registry use them. Blocks.
+pub fn check_client_certificate(certificate: &ClientCertificate) -> Result<(), ImageError> {
+    let settings = TlsSettings { skip: true, ca_file: None, client_certificate: Some(certificate.clone()) };
+    tls_config(&settings).map(drop)
+}
+
 /// Reads the certificates of a PEM file.
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, ImageError> {
     let pem = std::fs::read(path).map_err(at("read", path))?;

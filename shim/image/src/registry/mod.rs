@@ -6,7 +6,7 @@ pub mod auth_file;
 pub mod download;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
-mod http;
+pub(crate) mod http;
 mod proxy;
 mod upload;
 
