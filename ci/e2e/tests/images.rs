@@ -138,7 +138,7 @@ fn damaged_images_are_found_named_and_repaired() {
     file.seek(SeekFrom::Start(fs::metadata(&blob).unwrap().len() / 2)).unwrap();
     file.write_all(b"spoiled").unwrap();
     drop(file);
-    let found = verify(&["--json"]);
+    let found = verify(&["-o", "json"]);
     let report: serde_json::Value = serde_json::from_str(&found.stdout).expect("JSON");
     assert!(found.code == 1 && report["damaged"][0]["file"] == json!(blob), "{report}");
     assert_ne!(node.crictl.try_call(["inspecti", &image]).code, 0, "a damaged image is absent");

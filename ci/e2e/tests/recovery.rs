@@ -335,12 +335,12 @@ fn three_pods_survive_the_loss_of_the_state_store() {
     // An export is made while the daemon runs, and imported while it does not.
     let export = node.directory().join("exported").display().to_string();
     let counts = "3 pods, 3 containers, 0 persistent VMs";
-    assert_eq!(node.nacelle(&["store", "export", &export]).ok(), format!("exported {counts}"));
+    assert_eq!(node.nacelle(&["store", "export", &export]).ok(), counts);
     let error = node.nacelle(&["store", "import", "--replace", &export]).err();
     assert!(error.contains("another daemon uses that directory"), "{error}");
     node.kill();
     remove_store_files(&node, "state.");
-    assert_eq!(node.nacelle(&["store", "import", &export]).ok(), format!("imported {counts}"));
+    assert_eq!(node.nacelle(&["store", "import", &export]).ok(), counts);
     node.start();
     assert_eq!((listed(&node, "pods"), listed(&node, "ps"), node.vm_pids()), (before.0, before.1, machines));
     for (pod, container) in &pods {

@@ -108,7 +108,7 @@ fn pods_start_from_a_template_and_are_independent() {
     assert_eq!(run_program("grep", ["-c", mark, template.join("memory").to_str().unwrap()]).stdout.trim(), "0");
 
     // The template may go while they run.
-    assert_eq!(node.templates(&["drop"]).ok().lines().count(), 1);
+    assert_eq!(node.templates(&["rm"]).ok().lines().count(), 1);
     assert!(directories(&node).is_empty() && !template.exists());
     assert_eq!(containers[0].exec("cat /tmp/secret").ok(), mark);
     let booted = node.crictl.run_pod(pod(&node, "booted"));
@@ -356,7 +356,7 @@ fn a_builder_ends_with_its_daemon() {
         return;
     }
     let mut node = TestNode::with_options(NodeOptions { ipv6: false, ..NodeOptions::default() });
-    node.templates(&["drop"]).ok();
+    node.templates(&["rm"]).ok();
     let mut build = std::process::Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
     build.args(["templates", "build", "--config"]).arg(node.directory().join("config.toml"));
     let mut build = build.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
@@ -371,7 +371,7 @@ fn a_builder_ends_with_its_daemon() {
     assert_eq!(all, 1, "what was not complete is gone");
 
     // A builder that is killed leaves nothing, and the next attempt succeeds, although pods would wait for it.
-    node.templates(&["drop"]).ok();
+    node.templates(&["rm"]).ok();
     let killed = std::thread::scope(|scope| {
         let built = scope.spawn(|| node.templates(&["build"]));
         let pid = eventually("a builder", || builders(&node).first().copied());

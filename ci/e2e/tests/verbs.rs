@@ -232,7 +232,8 @@ fn the_daemon_serves_console_and_vnc() {
 
 /// Returns the names of the added disks.
 fn added_volumes(node: &TestNode) -> Vec<String> {
-    let list: Value = serde_json::from_str(&run_vm_command(node, &["volumes", "db"]).ok()).expect("it is JSON");
+    let list: Value =
+        serde_json::from_str(&run_vm_command(node, &["volumes", "db", "-o", "json"]).ok()).expect("it is JSON");
     list.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
@@ -263,15 +264,15 @@ fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
         assert!(error.contains(words), "{volume}: {error}");
     }
     assert!(run_vm_command(&node, &["add-volume", "missing", "extra=1Gi"]).err().contains("NotFound"));
-    assert!(run_vm_command(&node, &["remove-volume", "db", "root"]).err().contains("specification"));
-    run_vm_command(&node, &["remove-volume", "db", "no"]).ok();
+    assert!(run_vm_command(&node, &["rm-volume", "db", "root"]).err().contains("specification"));
+    run_vm_command(&node, &["rm-volume", "db", "no"]).ok();
     run_vm_command(&node, &["snapshot", "db", "with"]).ok();
-    let kept = run_vm_command(&node, &["remove-volume", "db", "extra"]).err();
+    let kept = run_vm_command(&node, &["rm-volume", "db", "extra"]).err();
     assert!(kept.contains("in snapshots"), "{kept}");
     run_vm_command(&node, &["restore", "db", "with"]).ok();
-    run_vm_command(&node, &["delete-snapshot", "db", "with"]).ok();
+    run_vm_command(&node, &["rm-snapshot", "db", "with"]).ok();
     // This guest does not support hot-unplug.
-    let held = run_vm_command(&node, &["remove-volume", "db", "extra"]).err();
+    let held = run_vm_command(&node, &["rm-volume", "db", "extra"]).err();
     assert!(held.contains("the release of disk extra"), "{held}");
     assert_eq!(added_volumes(&node), ["extra"]);
     // The disk is there after a restart of the VM, and of the daemon.
@@ -287,12 +288,12 @@ fn hot_plugged_disks_survive_restarts_until_they_are_removed() {
     run_vm_command(&node, &["stop", "db"]).ok();
     eventually("it is off", || (vm_phase(&node, &id) == "Stopped").then_some(()));
     for _ in 0..2 {
-        run_vm_command(&node, &["remove-volume", "db", "extra"]).ok();
+        run_vm_command(&node, &["rm-volume", "db", "extra"]).ok();
     }
     run_vm_command(&node, &["add-volume", "db", "more=512"]).ok();
     assert_eq!(added_volumes(&node).len(), 8);
     run_vm_command(&node, &["start", "db"]).ok();
     eventually("it has booted with all of them", || says("boot 3").then_some(()));
     node.crictl.call(["rmp", "--force", &pod]);
-    run_vm_command(&node, &["delete", "db"]).ok();
+    run_vm_command(&node, &["rm", "db"]).ok();
 }

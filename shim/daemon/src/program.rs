@@ -1,6 +1,9 @@
 //! Raises the limit on open files, and finds the paths of the binaries.
 
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::LazyLock;
 
 /// The program of pod processes, in the directory of the daemon's.
 const POD_PROGRAM: &str = "nacelle-pod";
@@ -11,15 +14,38 @@ const UNPACK_PROGRAM: &str = "nacelle-unpack";
 /// The agent, the same as in the guests' initramfs, in the same directory.
 const AGENT_PROGRAM: &str = "nacelle-agent";
 
-/// The version of this program.
-pub const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The commit from which this program was built, if the build knew it.
+/// The version.
+pub const RELEASE: &str = env!("CARGO_PKG_VERSION");
+/// The commit from which this program was built, if the build knew it (NACELLE_COMMIT).
 pub const COMMIT: Option<&str> = option_env!("NACELLE_COMMIT");
 
-/// Returns the version, and the commit from which this program was built if the build knew it.
-pub fn version() -> String {
-    let commit = COMMIT.map(|commit| format!(" ({commit})")).unwrap_or_default();
-    format!("{VERSION}{commit}")
+/// Returns the version, and the commit if it is known: "0.2.0 (0123456789ab)".
+pub fn version() -> &'static str {
+    static VERSION: LazyLock<String> = LazyLock::new(|| match COMMIT {
+        Some(commit) => format!("{RELEASE} ({commit})"),
+        None => RELEASE.to_owned(),
+    });
+    &VERSION
+}
+
+/// Answers `--help` and `--version` of a program that other programs start. Returns the exit code, or `None` if the only
+/// argument is neither.
+pub fn answer_usual_flags(program: &str, purpose: &str) -> Option<ExitCode> {
+    let mut arguments = std::env::args_os().skip(1);
+    let (only, None) = (arguments.next()?, arguments.next()) else { return None };
+    let text = match only.to_str()? {
+        "-h" | "--help" => {
+            format!(
+                "{program} {}\n\n{purpose}\nNacelle starts this program; it has no options for people except --help and --version.\n",
+                version()
+            )
+        }
+        "-V" | "--version" => format!("{program} {}\n", version()),
+        _ => return None,
+    };
+    // A closed pipe is no failure of this program.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Some(ExitCode::SUCCESS)
 }
 
 /// Raises the soft limit on open files to the hard limit. The usual soft limit of 1024 is for programs that use select(2), and

@@ -73,7 +73,7 @@ pub enum VmError {
     },
     /// The VM has another machine id than the pod expects.
     #[error(
-        "cannot run VM {id}, whose pod expects the machine id {expected}: the VM of this name on this node has the machine id {recorded}; correct the annotation vm.nacelle.dev/machine-id or the VM's name, or delete the VM with its disks (nacelle vm delete)"
+        "cannot run VM {id}, whose pod expects the machine id {expected}: the VM of this name on this node has the machine id {recorded}; correct the annotation vm.nacelle.dev/machine-id or the VM's name, or delete the VM with its disks (nacelle vm rm)"
     )]
     OtherMachineId {
         /// Namespace and name.
@@ -85,7 +85,7 @@ pub enum VmError {
     },
     /// The VM is to be created, but one without a machine id has the name.
     #[error(
-        "cannot create VM {id} with machine id {machine_id}: this node has a VM of this name without a machine id; to run that VM and give it this id, remove \",new\" from the annotation vm.nacelle.dev/machine-id, otherwise delete it with its disks (nacelle vm delete)"
+        "cannot create VM {id} with machine id {machine_id}: this node has a VM of this name without a machine id; to run that VM and give it this id, remove \",new\" from the annotation vm.nacelle.dev/machine-id, otherwise delete it with its disks (nacelle vm rm)"
     )]
     HasNoMachineId {
         /// Namespace and name.

@@ -51,6 +51,7 @@ pub use host::{cgroup_usage, holds_containers};
 pub use jail::{
     Access as PathAccess, ExpectedJail, MountNamespaceError, ResourceLimits, check_idmapped_mounts, expected_jail,
 };
+pub use log::rfc3339;
 pub use machine::{CONSOLE_FILE, tap_name};
 pub use nacelle_jail::cgroup::{
     MemoryPolicy, Usage as GroupUsage, cpu_limit, is_unified, memory_limit, set_memory_policy,

@@ -7,6 +7,11 @@ use nacelle_daemon::program;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    if let Some(status) =
+        program::answer_usual_flags("nacelle-pod", "The process of one pod: it starts the VM and serves the daemon.")
+    {
+        return status;
+    }
     let json = std::env::var_os(LogFormat::VARIABLE).is_some_and(|format| format == "json");
     log::init_pod_log(if json { LogFormat::Json } else { LogFormat::Text });
     program::raise_file_limit();
@@ -22,7 +27,7 @@ fn main() -> ExitCode {
         [flag, dir] if flag == "--template" => nacelle_pod::template::build(dir.as_ref()),
         _ => {
             eprintln!("nacelle-pod: usage: nacelle-pod --dir DIR | --template DIR (the daemon starts this program)");
-            ExitCode::FAILURE
+            ExitCode::from(2)
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Implements `nacelle admission`: the webhook server that a cluster's API server calls, and the manifests that install it.
 
+use super::ExitStatus;
+use super::output::print;
 use super::vm::CatalogueFiles;
 use anyhow::Context;
 use clap::Subcommand;
@@ -10,7 +12,6 @@ use nacelle_stream::Tls;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// The largest certificate file of a certificate authority, in bytes.
@@ -63,11 +64,11 @@ enum AdmissionCommand {
     },
 }
 
-pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
+pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitStatus> {
     if let Some(AdmissionCommand::Manifests { ca_file, image, namespace, client }) = arguments.command {
         let clients = client.iter().map(IpNet::to_string).collect();
-        print!("{}", manifests(&ClusterValues { namespace, image, authority: read_ca_file(&ca_file)?, clients })?);
-        return Ok(ExitCode::SUCCESS);
+        print(&manifests(&ClusterValues { namespace, image, authority: read_ca_file(&ca_file)?, clients })?)?;
+        return Ok(ExitStatus::Success);
     }
     let file = |file: Option<PathBuf>, name| file.with_context(|| format!("missing argument {name}"));
     let tls = Tls {
@@ -83,7 +84,7 @@ pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitCode> {
     serve(AdmissionOptions { listen: arguments.listen, tls, policy })
 }
 
-fn serve(options: AdmissionOptions) -> anyhow::Result<ExitCode> {
+fn serve(options: AdmissionOptions) -> anyhow::Result<ExitStatus> {
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -97,7 +98,7 @@ fn serve(options: AdmissionOptions) -> anyhow::Result<ExitCode> {
             tracing::info!("stopping");
         };
         server.serve(end).await;
-        Ok(ExitCode::SUCCESS)
+        Ok(ExitStatus::Success)
     })
 }
 

@@ -1,7 +1,11 @@
 //! Implements `nacelle check`: determines what this node supports, and what follows from it.
 
-use super::finding::{Finding, Severity, finding, report};
+use super::ExitStatus;
+use super::finding::{CheckReport, Finding, Severity, finding};
 use super::hardening::check_hardening;
+use super::output::OutputArgument;
+use super::owed_deletes::OwedDeleteView;
+use super::units::format_bytes;
 use crate::apparmor::Apparmor;
 use crate::config::{CgroupDriver, Config, EngineSetting, Handler, JailSettings, PathSettings};
 use crate::hugepages;
@@ -14,7 +18,7 @@ use nacelle_pod::check_idmapped_mounts;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
 /// Free disk space in bytes that the first images need.
 const MIN_FREE_DISK: u64 = 2 << 30;
@@ -25,7 +29,12 @@ const MOUNTS_FILES: (u32, u32) = (6, 12);
 /// The kernel's vhost device for guests' network packets.
 const VHOST_NET: &str = "/dev/vhost-net";
 
-pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
+pub(super) fn check(config: Config, output: OutputArgument) -> anyhow::Result<ExitStatus> {
+    find_problems(&config)?.print(output)
+}
+
+/// Runs all checks.
+pub(super) fn find_problems(config: &Config) -> anyhow::Result<CheckReport> {
     let (engine, verdict) = super::serve::probe_engine();
     let handlers: Vec<_> = config.handlers.iter().map(|(name, handler)| (name.as_str(), handler.engine)).collect();
     let mut findings = vec![
@@ -53,8 +62,8 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         findings.extend(check_huge_pages(name, handler));
     }
     findings.push(check_tap());
-    findings.push(check_cni(&config)?);
-    findings.extend(report_owed_deletes(&config)?);
+    findings.push(check_cni(config)?);
+    findings.extend(report_owed_deletes(config)?);
     findings.push(check_cgroups());
     findings.extend(check_systemd(config.sandbox.cgroup_driver));
     findings.push(check_disk(&config.paths.root));
@@ -62,7 +71,7 @@ pub(super) fn check(config: Config) -> anyhow::Result<ExitCode> {
         findings.push(check_disk_limits(&config.paths.root));
     }
     findings.extend(check_hardening(Path::new("/")));
-    Ok(report(&findings, "this node can run pods", "this node cannot run pods"))
+    Ok(CheckReport::new(findings, "this node can run pods", "this node cannot run pods"))
 }
 
 fn check_user() -> Finding {
@@ -311,7 +320,7 @@ fn check_guest_file(handler: &str, what: &'static str, path: &Path, for_all: boo
             finding(Severity::Fail, what, format!("handler {handler}: {path}: {why}; run chmod o+r {path}"))
         }
         Ok(data) if data.is_file() => {
-            let size = format!("{} ({} KiB, handler {handler})", path.display(), data.len() >> 10);
+            let size = format!("{} ({}, handler {handler})", path.display(), format_bytes(data.len()));
             finding(Severity::Ok, what, size)
         }
         Ok(_) => finding(Severity::Fail, what, format!("handler {handler}: {} is not a regular file", path.display())),
@@ -360,7 +369,9 @@ fn check_cni(config: &Config) -> anyhow::Result<Finding> {
 fn report_owed_deletes(config: &Config) -> anyhow::Result<Vec<Finding>> {
     let network = nacelle_net::NodeNetworks::new(config.network_options());
     Ok(match super::runtime()?.block_on(network.owed_deletes()) {
-        Ok(owed) => owed.iter().map(|delete| finding(Severity::Note, "cni", super::owed_delete_line(delete))).collect(),
+        Ok(owed) => {
+            owed.iter().map(|delete| finding(Severity::Note, "cni", OwedDeleteView::new(delete).line())).collect()
+        }
         Err(error) => vec![finding(Severity::Note, "cni", Chain(&error).to_string())],
     })
 }
@@ -394,7 +405,7 @@ fn check_disk(root: &Path) -> Finding {
     match nix::sys::statvfs::statvfs(&existing) {
         Ok(stat) => {
             let free = stat.blocks_available().saturating_mul(stat.fragment_size());
-            let message = format!("{} MiB free for {}", free >> 20, root.display());
+            let message = format!("{} free for {}", format_bytes(free), root.display());
             match free >= MIN_FREE_DISK {
                 true => finding(Severity::Ok, "disk", message),
                 false => finding(

@@ -1,10 +1,13 @@
 //! Defines the findings of `nacelle check`, one line each.
 
+use super::ExitStatus;
+use super::output::{OutputArgument, TableView};
+use serde::Serialize;
 use std::fmt;
-use std::process::ExitCode;
 
 /// The weight of a finding.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub(super) enum Severity {
     /// Nothing is wrong.
     Ok,
@@ -15,6 +18,7 @@ pub(super) enum Severity {
 }
 
 /// What one check has found.
+#[derive(Debug, Serialize)]
 pub(super) struct Finding {
     pub(super) severity: Severity,
     pub(super) subject: &'static str,
@@ -36,23 +40,61 @@ pub(super) fn finding(severity: Severity, subject: &'static str, message: impl I
     Finding { severity, subject, message: message.into() }
 }
 
-/// Prints the findings and a last line: `good` if nothing fails, else `bad` and the number of problems. Returns the exit code.
-pub(super) fn report(findings: &[Finding], good: &str, bad: &str) -> ExitCode {
-    for finding in findings {
-        println!("{finding}");
+/// The findings of all checks, and what follows from them.
+#[derive(Serialize)]
+pub(super) struct CheckReport {
+    /// No finding is a failure.
+    ok: bool,
+    /// The conclusion.
+    conclusion: &'static str,
+    problems: usize,
+    findings: Vec<Finding>,
+}
+
+impl CheckReport {
+    /// Makes a report whose conclusion is `good` if nothing fails, otherwise `bad`.
+    pub(super) fn new(findings: Vec<Finding>, good: &'static str, bad: &'static str) -> CheckReport {
+        let problems = findings.iter().filter(|finding| finding.severity == Severity::Fail).count();
+        let ok = problems == 0;
+        CheckReport { ok, conclusion: if ok { good } else { bad }, problems, findings }
     }
-    match findings.iter().filter(|finding| finding.severity == Severity::Fail).count() {
-        0 => {
-            println!("check: {good}");
-            ExitCode::SUCCESS
-        }
-        1 => {
-            println!("check: {bad}: 1 problem");
-            ExitCode::FAILURE
-        }
-        count => {
-            println!("check: {bad}: {count} problems");
-            ExitCode::FAILURE
-        }
+
+    /// Prints the report, and returns the exit status.
+    pub(super) fn print(&self, output: OutputArgument) -> anyhow::Result<ExitStatus> {
+        output.print(self)?;
+        Ok(ExitStatus::of(self.ok))
+    }
+}
+
+impl TableView for CheckReport {
+    fn table(&self) -> String {
+        let lines: String = self.findings.iter().map(|finding| format!("{finding}\n")).collect();
+        let count = match self.problems {
+            0 => String::new(),
+            1 => ": 1 problem".to_owned(),
+            count => format!(": {count} problems"),
+        };
+        format!("{lines}check: {}{count}\n", self.conclusion)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_counts_its_problems() {
+        let of = |severities: &[Severity]| {
+            let findings = severities.iter().map(|severity| finding(*severity, "user", "root"));
+            CheckReport::new(findings.collect(), "good", "bad")
+        };
+        let good = of(&[Severity::Ok, Severity::Note]);
+        assert_eq!(good.table(), "ok   user     root\nnote user     root\ncheck: good\n");
+        assert!(of(&[Severity::Fail]).table().ends_with("\ncheck: bad: 1 problem\n"));
+        let bad = of(&[Severity::Fail, Severity::Fail]);
+        assert!(bad.table().ends_with("\ncheck: bad: 2 problems\n"));
+        let expected = serde_json::json!({"severity": "fail", "subject": "user", "message": "root"});
+        let json = serde_json::to_value(&bad).unwrap();
+        assert_eq!((&json["findings"][1], &json["ok"], &json["problems"]), (&expected, &false.into(), &2.into()));
     }
 }

@@ -1,7 +1,10 @@
 //! Implements `nacelle check --jail POD`: reports the rights of a running pod's process, and fails if it has more than its jail leaves.
 //! All of it comes from /proc and from the daemon's part of the run directory.
 
-use super::finding::{Finding, Severity, finding, report};
+use super::ExitStatus;
+use super::exit::CommandError;
+use super::finding::{CheckReport, Finding, Severity, finding};
+use super::output::OutputArgument;
 use crate::config::Config;
 use anyhow::{Context, bail};
 use nacelle_pod::identity;
@@ -10,7 +13,6 @@ use nacelle_pod::{ExpectedJail, PathAccess, expected_jail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 /// The sets of capabilities in /proc/PID/status.
 const CAPABILITY_SETS: [&str; 5] = ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"];
@@ -18,7 +20,7 @@ const CAPABILITY_SETS: [&str; 5] = ["CapInh", "CapPrm", "CapEff", "CapBnd", "Cap
 const NAMESPACES: [&str; 7] = ["mnt", "net", "ipc", "uts", "cgroup", "pid", "user"];
 
 /// Reports on the pod whose id begins with `pod`. The exit code is 1 if the process has more than its jail should leave.
-pub(super) fn check_jail(config: &Config, pod: &str) -> anyhow::Result<ExitCode> {
+pub(super) fn check_jail(config: &Config, pod: &str, output: OutputArgument) -> anyhow::Result<ExitStatus> {
     let directory = find_run_directory(&config.paths.pods(), pod)?;
     let spec = PodSpec::read(&directory).context("cannot read the specification of the pod")?;
     let process = identity::read(&directory)?.filter(|process| identity::is_alive(process).unwrap_or(false));
@@ -27,7 +29,7 @@ pub(super) fn check_jail(config: &Config, pod: &str) -> anyhow::Result<ExitCode>
     let process = ProcessState::read(Path::new("/proc"), process.pid).context("cannot inspect the pod process")?;
     let (good, bad) =
         ("the pod process has what its jail leaves it", "the pod process has more than its jail should leave it");
-    Ok(report(&process.compare(&expected), good, bad))
+    CheckReport::new(process.compare(&expected), good, bad).print(output)
 }
 
 /// Returns the only run directory of a pod whose id has this prefix. The directories are named after the first digits of the ids.
@@ -37,7 +39,7 @@ fn find_run_directory(pods: &Path, pod: &str) -> anyhow::Result<PathBuf> {
     let found: Vec<_> = entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(fits)).collect();
     match found.as_slice() {
         [only] => Ok(only.path()),
-        [] => bail!("pod {pod} does not run: {} has no directory of it", pods.display()),
+        [] => Err(CommandError::NotFound { kind: "running pod", name: pod.to_owned() }.into()),
         _ => bail!("{pod} is a prefix of the ids of several pods; use more digits"),
     }
 }
@@ -325,6 +327,6 @@ mod tests {
         assert_eq!(find("0123456789abc").unwrap(), "0123456789abc");
         assert_eq!(find("0123456789abdeffff").unwrap(), "0123456789abd");
         assert!(find("0123").unwrap_err().to_string().contains("several pods"));
-        assert!(find("ff").unwrap_err().to_string().contains("does not run") && find("").is_err());
+        assert!(find("ff").unwrap_err().to_string().contains("does not exist") && find("").is_err());
     }
 }

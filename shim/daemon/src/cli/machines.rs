@@ -3,20 +3,21 @@
 mod console;
 mod dump;
 mod transfer;
+mod views;
 
-use super::table::format_table;
-use super::{connect_to_daemon, status_error};
+use super::ExitStatus;
+use super::daemon::{connect, status_error};
+use super::output::{OutputArgument, output_error, print, print_bytes};
 use crate::config::Config;
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use nacelle_proto::vm;
 use nacelle_proto::vm::machines_client::MachinesClient;
-use serde_json::{Value, json};
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use tonic::transport::Channel;
+use views::{SnapshotView, VmView, VolumeView};
 
 /// The largest message in bytes: a screenshot.
 const MESSAGE_LIMIT: usize = 80 << 20;
@@ -26,16 +27,21 @@ type VmClient = MachinesClient<Channel>;
 #[derive(Subcommand)]
 pub(super) enum VmOperation {
     /// Lists the VMs of this node.
-    List {
+    #[command(alias = "list")]
+    Ls {
         /// Lists only the VMs of this namespace.
         #[arg(long, short)]
         namespace: Option<String>,
-        /// Prints JSON instead of a table.
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        output: OutputArgument,
     },
-    /// Prints the configuration and state of a VM as JSON.
-    Describe(VmName),
+    /// Prints the configuration and state of a VM.
+    Describe {
+        #[command(flatten)]
+        name: VmName,
+        #[command(flatten)]
+        output: OutputArgument,
+    },
     /// Starts a stopped VM.
     Start(VmName),
     /// Shuts a VM down with the power button; it stays stopped, and its pod continues to run.
@@ -87,10 +93,16 @@ pub(super) enum VmOperation {
     Snapshot(SnapshotName),
     /// Restores disks, memory and devices from a snapshot.
     Restore(SnapshotName),
-    /// Lists the snapshots of a VM as JSON.
-    Snapshots(VmName),
+    /// Lists the snapshots of a VM.
+    Snapshots {
+        #[command(flatten)]
+        name: VmName,
+        #[command(flatten)]
+        output: OutputArgument,
+    },
     /// Deletes a snapshot.
-    DeleteSnapshot(SnapshotName),
+    #[command(aliases = ["delete-snapshot", "remove-snapshot"])]
+    RmSnapshot(SnapshotName),
     /// Attaches a new empty disk, also to a running VM; the disk exists until it or the VM is removed.
     AddVolume {
         #[command(flatten)]
@@ -100,14 +112,20 @@ pub(super) enum VmOperation {
         volume: (String, u64),
     },
     /// Detaches a disk that was added and deletes its contents; the guest of a running VM must release it first.
-    RemoveVolume {
+    #[command(aliases = ["delete-volume", "remove-volume"])]
+    RmVolume {
         #[command(flatten)]
         name: VmName,
         /// The name of the disk.
         volume: String,
     },
-    /// Lists the disks that were added to a VM, as JSON.
-    Volumes(VmName),
+    /// Lists the disks that were added to a VM.
+    Volumes {
+        #[command(flatten)]
+        name: VmName,
+        #[command(flatten)]
+        output: OutputArgument,
+    },
     /// Copies a persistent VM to a new one; no pod may run it meanwhile.
     Clone {
         #[command(flatten)]
@@ -120,7 +138,8 @@ pub(super) enum VmOperation {
     /// Imports a persistent VM from an OCI artifact, on this node or another.
     Import(transfer::ImportArguments),
     /// Deletes a persistent VM with its disks and snapshots.
-    Delete(VmName),
+    #[command(aliases = ["delete", "remove"])]
+    Rm(VmName),
     /// Prints a line of JSON for each VM, and another whenever a VM changes.
     Watch {
         /// Prints only the VMs of this namespace.
@@ -137,7 +156,7 @@ pub(super) enum DumpFormat {
     KdumpZlib,
 }
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(super) struct VmName {
     /// The name of the VM, or of the pod that runs it.
     name: String,
@@ -174,21 +193,25 @@ fn parse_volume(text: &str) -> Result<(String, u64), String> {
     Ok((name.to_owned(), bytes))
 }
 
-pub(super) fn run(config: &Config, operation: VmOperation) -> anyhow::Result<ExitCode> {
+pub(super) fn run(config: &Config, operation: VmOperation) -> anyhow::Result<ExitStatus> {
     super::runtime()?.block_on(async {
-        let channel = connect_to_daemon(&config.paths.socket).await?;
+        let channel = connect(&config.paths.socket).await?;
         let client = MachinesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT);
         execute(client, operation).await
     })?;
-    Ok(ExitCode::SUCCESS)
+    Ok(ExitStatus::Success)
 }
 
 async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result<()> {
     match operation {
-        VmOperation::List { namespace, json } => list(&mut client, namespace, json).await?,
-        VmOperation::Describe(name) => {
+        VmOperation::Ls { namespace, output } => {
+            let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
+            let machines = client.list(request).await.map_err(status_error)?.into_inner().machines;
+            output.print(&machines.into_iter().map(VmView::from).collect::<Vec<_>>())?;
+        }
+        VmOperation::Describe { name, output } => {
             let machine = client.describe(name.into_ref()).await.map_err(status_error)?.into_inner();
-            println!("{:#}", machine_json(&machine));
+            output.print(&VmView::from(machine))?;
         }
         VmOperation::Watch { namespace } => watch(&mut client, namespace).await?,
         VmOperation::Console(name) => console::attach_terminal(client, name.into_ref()).await?,
@@ -201,19 +224,19 @@ async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result
         VmOperation::Unpause(name) => drop(client.unpause(name.into_ref()).await.map_err(status_error)?),
         VmOperation::Reset(name) => drop(client.reset(name.into_ref()).await.map_err(status_error)?),
         VmOperation::SoftReboot(name) => drop(client.soft_reboot(name.into_ref()).await.map_err(status_error)?),
-        VmOperation::Delete(name) => drop(client.delete(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Rm(name) => delete(&mut client, name).await?,
         VmOperation::Snapshot(name) => drop(client.snapshot(name.into_ref()).await.map_err(status_error)?),
         VmOperation::Restore(name) => drop(client.restore(name.into_ref()).await.map_err(status_error)?),
-        VmOperation::DeleteSnapshot(name) => drop(client.delete_snapshot(name.into_ref()).await.map_err(status_error)?),
-        VmOperation::Snapshots(name) => list_snapshots(&mut client, name).await?,
+        VmOperation::RmSnapshot(name) => drop(client.delete_snapshot(name.into_ref()).await.map_err(status_error)?),
+        VmOperation::Snapshots { name, output } => list_snapshots(&mut client, name, output).await?,
         VmOperation::AddVolume { name, volume } => add_volume(&mut client, name, volume).await?,
-        VmOperation::RemoveVolume { name, volume } => remove_volume(&mut client, name, volume).await?,
-        VmOperation::Volumes(name) => list_volumes(&mut client, name).await?,
+        VmOperation::RmVolume { name, volume } => remove_volume(&mut client, name, volume).await?,
+        VmOperation::Volumes { name, output } => list_volumes(&mut client, name, output).await?,
         VmOperation::Clone { name, to } => clone_vm(&mut client, name, to).await?,
         VmOperation::Export(arguments) => transfer::export(&mut client, arguments).await?,
         VmOperation::Import(arguments) => transfer::import(&mut client, arguments).await?,
         VmOperation::GuestInfo(name) => {
-            print!("{}", client.guest_info(name.into_ref()).await.map_err(status_error)?.into_inner().text);
+            print(&client.guest_info(name.into_ref()).await.map_err(status_error)?.into_inner().text)?;
         }
         VmOperation::Screenshot { name, output } => write_screenshot(&mut client, name, output).await?,
         VmOperation::MemoryDump { name, output, format } => {
@@ -223,14 +246,16 @@ async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result
     Ok(())
 }
 
-async fn list(client: &mut VmClient, namespace: Option<String>, json: bool) -> anyhow::Result<()> {
-    let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
-    let machines = client.list(request).await.map_err(status_error)?.into_inner().machines;
-    if json {
-        println!("{:#}", Value::Array(machines.iter().map(machine_json).collect()));
-    } else {
-        print!("{}", list_machines(&machines));
-    }
+/// Deletes a persistent VM. The daemon's Delete succeeds if there is none, so that clients can repeat it.
+async fn delete(client: &mut VmClient, name: VmName) -> anyhow::Result<()> {
+    let machine = client.describe(name.clone().into_ref()).await.map_err(status_error)?.into_inner();
+    anyhow::ensure!(
+        machine.outlives_pods,
+        "cannot delete VM {}/{}: it is not persistent and ends with its pod; delete the pod",
+        machine.namespace,
+        machine.name
+    );
+    client.delete(name.into_ref()).await.map_err(status_error)?;
     Ok(())
 }
 
@@ -238,17 +263,15 @@ async fn watch(client: &mut VmClient, namespace: Option<String>) -> anyhow::Resu
     let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
     let mut machines = client.watch(request).await.map_err(status_error)?.into_inner();
     while let Some(machine) = machines.message().await.map_err(status_error)? {
-        println!("{}", machine_json(&machine));
-        std::io::stdout().flush()?;
+        let line = serde_json::to_string(&VmView::from(machine)).context("cannot format the VM as JSON")?;
+        print(&(line + "\n"))?;
     }
     Ok(())
 }
 
-async fn list_snapshots(client: &mut VmClient, name: VmName) -> anyhow::Result<()> {
+async fn list_snapshots(client: &mut VmClient, name: VmName, output: OutputArgument) -> anyhow::Result<()> {
     let snapshots = client.list_snapshots(name.into_ref()).await.map_err(status_error)?.into_inner().snapshots;
-    let to_json = |snapshot: &vm::SnapshotInfo| json!({ "name": snapshot.name, "takenAt": snapshot.taken_at, "bytes": snapshot.bytes });
-    println!("{:#}", Value::Array(snapshots.iter().map(to_json).collect()));
-    Ok(())
+    output.print(&snapshots.into_iter().map(SnapshotView::from).collect::<Vec<_>>())
 }
 
 async fn add_volume(client: &mut VmClient, name: VmName, (volume, bytes): (String, u64)) -> anyhow::Result<()> {
@@ -263,11 +286,9 @@ async fn remove_volume(client: &mut VmClient, name: VmName, volume: String) -> a
     Ok(())
 }
 
-async fn list_volumes(client: &mut VmClient, name: VmName) -> anyhow::Result<()> {
+async fn list_volumes(client: &mut VmClient, name: VmName, output: OutputArgument) -> anyhow::Result<()> {
     let volumes = client.list_volumes(name.into_ref()).await.map_err(status_error)?.into_inner().volumes;
-    let to_json = |volume: &vm::Volume| json!({ "name": volume.name, "bytes": volume.bytes });
-    println!("{:#}", Value::Array(volumes.iter().map(to_json).collect()));
-    Ok(())
+    output.print(&volumes.into_iter().map(VolumeView::from).collect::<Vec<_>>())
 }
 
 async fn clone_vm(client: &mut VmClient, name: VmName, to: String) -> anyhow::Result<()> {
@@ -285,7 +306,7 @@ async fn write_screenshot(client: &mut VmClient, name: VmName, output: Option<Pa
                 !std::io::stdout().is_terminal(),
                 "cannot write a screenshot to a terminal: use --output FILE"
             );
-            Ok(std::io::stdout().write_all(&png)?)
+            print_bytes(&png)
         }
     }
 }
@@ -302,68 +323,4 @@ async fn write_memory_dump(
     };
     let request = vm::MemoryDumpRequest { machine: Some(name.into_ref()), format: format.to_owned() };
     dump::write(client.memory_dump(request).await.map_err(status_error)?.into_inner(), output).await
-}
-
-/// Returns a VM in the form in which `list --json`, `describe` and `watch` print it.
-fn machine_json(machine: &vm::Machine) -> Value {
-    json!({
-        "namespace": machine.namespace,
-        "name": machine.name,
-        "phase": machine.phase,
-        "outlivesPods": machine.outlives_pods,
-        "runStrategy": machine.run_strategy,
-        "pod": { "id": machine.pod_id, "name": machine.pod_name, "container": machine.container_id },
-        "addresses": machine.addresses,
-        "uuid": machine.uuid,
-        "machineId": machine.machine_id,
-        "mac": machine.mac,
-        "vcpus": machine.vcpus,
-        "memoryMiB": machine.memory_mib,
-        "agentConnected": machine.agent_connected,
-        "softwareEmulation": machine.software_emulation,
-        "createdAt": machine.created_at,
-    })
-}
-
-fn list_machines(machines: &[vm::Machine]) -> String {
-    let mut rows =
-        vec![["NAMESPACE", "NAME", "PHASE", "STRATEGY", "POD", "ADDRESS", "CPUS", "MEMORY"].map(str::to_owned)];
-    rows.extend(machines.iter().map(|machine| {
-        let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
-        let number = |number: u64, unit: &str| if number == 0 { "-".to_owned() } else { format!("{number}{unit}") };
-        [
-            machine.namespace.clone(),
-            machine.name.clone(),
-            machine.phase.clone(),
-            or_dash(&machine.run_strategy),
-            or_dash(&machine.pod_id.chars().take(13).collect::<String>()),
-            or_dash(machine.addresses.first().map_or("", String::as_str)),
-            number(machine.vcpus.into(), ""),
-            number(machine.memory_mib, "Mi"),
-        ]
-    }));
-    format_table(&rows)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_table_has_a_line_for_each_machine() {
-        let machine = vm::Machine {
-            namespace: "default".into(),
-            name: "db".into(),
-            phase: "Running".into(),
-            memory_mib: 512,
-            ..vm::Machine::default()
-        };
-        let table = list_machines(&[machine]);
-        let lines: Vec<_> = table.lines().collect();
-        assert_eq!(lines[0].split_whitespace().count(), 8);
-        assert_eq!(
-            lines[1].split_whitespace().collect::<Vec<_>>(),
-            ["default", "db", "Running", "-", "-", "-", "-", "512Mi"]
-        );
-    }
 }

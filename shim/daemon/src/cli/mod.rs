@@ -1,35 +1,46 @@
-//! Defines the commands of `nacelle` and their arguments.
+//! Defines the commands of `nacelle` and their arguments. Results go through `output`, errors through `exit`.
+
+// A closed pipe makes the macros of the standard library panic.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod admission;
 mod check;
+mod completion;
+mod config;
+mod daemon;
+mod exit;
 mod finding;
 mod hardening;
+mod help;
 mod image;
 mod jail_report;
 mod log;
 mod machines;
+mod output;
 mod overhead;
+mod owed_deletes;
 mod pods;
 mod serve;
 mod store;
 mod table;
 mod templates;
+mod timeline;
+mod units;
+mod version;
 mod vm;
 
 use crate::log::{LogFormat, init_log};
 use crate::program::raise_file_limit;
 use crate::supervision::Supervisor;
-use anyhow::Context;
-use clap::{Parser, Subcommand};
-use hyper_util::rt::TokioIo;
-use nacelle_pod::client::connect_unix;
-use std::path::{Path, PathBuf};
+use clap::{FromArgMatches, Parser, Subcommand};
+use exit::ExitStatus;
+use output::OutputArgument;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use tonic::transport::{Channel, Endpoint, Uri};
 
 /// The Kubernetes container runtime in which every pod is a virtual machine.
 #[derive(Parser)]
-#[command(name = "nacelle", version, propagate_version = true)]
+#[command(name = "nacelle", version = crate::program::version(), propagate_version = true)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -46,12 +57,19 @@ enum Command {
     Check {
         #[command(flatten)]
         config: ConfigArgument,
+        #[command(flatten)]
+        output: OutputArgument,
         /// Measures the overhead of a VM of each handler with a test pod, and prints RuntimeClasses. Needs the daemon.
         #[arg(long)]
         overhead: bool,
         /// Reports the rights of this running pod's process; fails if it has more than its jail leaves.
         #[arg(long, value_name = "POD", conflicts_with = "overhead")]
         jail: Option<String>,
+    },
+    /// Prints the default configuration, or checks a configuration file.
+    Config {
+        #[command(subcommand)]
+        command: config::ConfigCommand,
     },
     /// Manages the images of this node, through the daemon if it runs.
     Image {
@@ -64,6 +82,8 @@ enum Command {
     Pods {
         #[command(flatten)]
         config: ConfigArgument,
+        #[command(flatten)]
+        output: OutputArgument,
         /// Draws how long each step of the start of this pod and its containers took.
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
@@ -86,6 +106,8 @@ enum Command {
     Log {
         #[command(flatten)]
         config: ConfigArgument,
+        #[command(flatten)]
+        output: OutputArgument,
         /// Levels and MODULE=LEVEL, divided by commas: "debug", "warn,nacelle_image=trace".
         filter: Option<crate::log::LogFilter>,
     },
@@ -98,8 +120,22 @@ enum Command {
     },
     /// Serves admission webhooks over https, which check pods and VMs before the API server stores them.
     Admission(Box<admission::AdmissionArguments>),
-    /// Prints the version.
-    Version,
+    /// Prints a script that completes command lines in a shell.
+    Completion {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Writes the man pages of all commands into a directory.
+    #[command(hide = true)]
+    Man {
+        /// The directory, which exists.
+        directory: PathBuf,
+    },
+    /// Prints the version, and the commit if the build knew it.
+    Version {
+        #[command(flatten)]
+        output: OutputArgument,
+    },
 }
 
 #[derive(Clone, clap::Args)]
@@ -117,80 +153,54 @@ impl ConfigArgument {
 
 /// Parses the command line and runs the command.
 pub fn run() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = help::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let status = execute(cli).unwrap_or_else(|error| {
+        let status = ExitStatus::of_error(&error);
+        if status != ExitStatus::OutputClosed {
+            // The alternate format contains the causes.
+            output::warn(&format!("nacelle: {error:#}"));
+        }
+        status
+    });
+    status.into()
+}
+
+fn execute(cli: Cli) -> anyhow::Result<ExitStatus> {
     let log = init_log(cli.log_format);
-    let result = match cli.command {
+    match cli.command {
         Command::Serve(config) => {
             raise_file_limit();
             // Before any file is opened and any thread is started.
-            let supervisor = Supervisor::from_environment();
-            supervisor.map_err(Into::into).and_then(|supervisor| serve::serve(&config, supervisor, log))
+            let supervisor = Supervisor::from_environment()?;
+            serve::serve(&config, supervisor, log)
         }
-        Command::Check { config, overhead, jail } => config.load().and_then(|config| match jail {
-            Some(pod) => jail_report::check_jail(&config, &pod),
-            None if overhead => overhead::run(&config),
-            None => check::check(config),
-        }),
-        Command::Image { config, command } => config.load().and_then(|config| image::run(config, command)),
-        Command::Pods { config, timeline } => config.load().and_then(|config| pods::run(&config, timeline)),
-        Command::Templates { config, command } => config.load().and_then(|config| templates::run(&config, command)),
+        Command::Check { config, output, overhead, jail } => {
+            let config = config.load()?;
+            match jail {
+                Some(pod) => jail_report::check_jail(&config, &pod, output),
+                None if overhead => overhead::run(&config, output),
+                None => check::check(config, output),
+            }
+        }
+        Command::Config { command } => config::run(command),
+        Command::Image { config, command } => image::run(config.load()?, command),
+        Command::Pods { config, output, timeline: None } => pods::run(&config.load()?, output),
+        Command::Pods { config, output, timeline: Some(pod) } => timeline::run(&config.load()?, pod, output),
+        Command::Templates { config, command } => templates::run(&config.load()?, command),
         Command::Vm { config, command } => vm::run(&config, command),
-        Command::Log { config, filter } => config.load().and_then(|config| log::run(&config, filter)),
-        Command::Store { config, command } => config.load().and_then(|config| store::run(&config, command)),
+        Command::Log { config, output, filter } => log::run(&config.load()?, filter, output),
+        Command::Store { config, command } => store::run(&config.load()?, command),
         Command::Admission(admission) => {
             raise_file_limit();
             admission::run(*admission)
         }
-        Command::Version => {
-            println!("nacelle {}", crate::program::version());
-            Ok(ExitCode::SUCCESS)
-        }
-    };
-    result.unwrap_or_else(|error| {
-        // The alternate format contains the causes.
-        eprintln!("nacelle: {error:#}");
-        ExitCode::FAILURE
-    })
+        Command::Completion { shell } => completion::print_script(shell),
+        Command::Man { directory } => completion::write_man_pages(&directory),
+        Command::Version { output } => version::run(output),
+    }
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
-}
-
-/// Connects to the daemon; `None` if no daemon listens on the socket.
-async fn try_connect(socket: &Path) -> Option<Channel> {
-    let path = socket.to_owned();
-    let connector = tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { Ok::<_, std::io::Error>(TokioIo::new(connect_unix(&path).await?)) }
-    });
-    // The connector ignores this address: it knows the path of the socket.
-    let endpoint = Endpoint::from_static("http://nacelle");
-    endpoint.connect_with_connector(connector).await.ok()
-}
-
-/// Connects to the daemon.
-async fn connect_to_daemon(socket: &Path) -> anyhow::Result<Channel> {
-    let channel = try_connect(socket).await;
-    channel.with_context(|| format!("cannot connect to the daemon on {}: is it running?", socket.display()))
-}
-
-/// Returns the line that reports a CNI DEL which is still to be done.
-fn owed_delete_line(owed: &nacelle_net::OwedDelete) -> String {
-    let since = now_seconds().saturating_sub(owed.since);
-    let (pod, network) = (owed.pod.short(), &owed.network);
-    let tried = if owed.attempts == 1 { "once".to_owned() } else { format!("{} times", owed.attempts) };
-    format!(
-        "pod {pod} was removed, but its CNI DEL from network {network:?} has failed for {since} s (tried {tried}, will be retried): {}",
-        owed.error
-    )
-}
-
-fn now_seconds() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs()
-}
-
-/// Converts the status of a failed request into an error with its code and message.
-fn status_error(status: tonic::Status) -> anyhow::Error {
-    anyhow::anyhow!("{:?}: {}", status.code(), status.message())
 }

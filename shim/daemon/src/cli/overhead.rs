@@ -1,15 +1,17 @@
 //! Implements `nacelle check --overhead`: measures the overhead of a VM of each handler, with a pod without
 //! containers, and prints it as the manifest of a RuntimeClass.
 
-use super::{connect_to_daemon, status_error};
+use super::ExitStatus;
+use super::daemon::{connect, status_error};
+use super::output::{OutputArgument, TableView};
 use crate::config::{Config, EngineSetting, Handler};
 use crate::hugepages;
 use anyhow::Context;
 use nacelle_base::machine::MemoryPages;
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use serde::Serialize;
 use serde_json::Value;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tonic::transport::Channel;
 
@@ -33,20 +35,53 @@ struct Overhead {
     cpu_milli: u64,
 }
 
-pub(super) fn run(config: &Config) -> anyhow::Result<ExitCode> {
-    super::runtime()?.block_on(async {
-        let channel = connect_to_daemon(&config.paths.socket).await?;
-        let mut client = RuntimeServiceClient::new(channel);
+/// The overhead of all handlers.
+#[derive(Serialize)]
+struct OverheadReport {
+    handlers: Vec<HandlerOverhead>,
+}
+
+/// The overhead of a handler. All figures are 0 for engine host, which has no VM.
+#[derive(Debug, Default, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct HandlerOverhead {
+    handler: String,
+    has_vm: bool,
+    /// The handler's memory of a VM.
+    memory_bytes: u64,
+    /// What the guest's kernel and agent use of it.
+    system_memory_bytes: u64,
+    /// What the VM uses in addition to the guest's memory.
+    outside_memory_bytes: u64,
+    idle_cpu_milli: u64,
+    pod_fixed: PodFixed,
+}
+
+/// `overhead.podFixed` of a RuntimeClass.
+#[derive(Debug, Default, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PodFixed {
+    memory_bytes: u64,
+    huge_pages_bytes: u64,
+    cpu_milli: u64,
+}
+
+pub(super) fn run(config: &Config, output: OutputArgument) -> anyhow::Result<ExitStatus> {
+    let handlers = super::runtime()?.block_on(async {
+        let mut client = RuntimeServiceClient::new(connect(&config.paths.socket).await?);
+        let mut handlers = Vec::new();
         for (name, handler) in &config.handlers {
             if handler.engine == EngineSetting::Host {
-                println!("# {name}: engine host has no VM and no overhead");
+                handlers.push(HandlerOverhead { handler: name.clone(), ..HandlerOverhead::default() });
                 continue;
             }
             let overhead = measure_handler(&mut client, name).await.with_context(|| format!("handler {name}"))?;
-            print!("{}", manifest(name, handler, overhead));
+            handlers.push(HandlerOverhead::new(name, handler, overhead));
         }
-        Ok(ExitCode::SUCCESS)
-    })
+        anyhow::Ok(handlers)
+    })?;
+    output.print(&OverheadReport { handlers })?;
+    Ok(ExitStatus::Success)
 }
 
 /// Runs a pod without containers, measures it, and removes it in any case.
@@ -100,32 +135,64 @@ fn compute(before: &Value, after: &Value, time: Duration) -> Option<Overhead> {
     })
 }
 
-/// Returns the manifest of a RuntimeClass. Its overhead is the handler's memory, all of which the guest may touch, plus the
-/// measured memory that runs the VM.
-fn manifest(name: &str, handler: &Handler, overhead: Overhead) -> String {
-    let own = (overhead.own_bytes >> 20).saturating_add(1);
-    let pages = handler.memory_pages == MemoryPages::Hugetlb;
-    let (memory, huge) = match pages {
-        true => (own, handler.memory_mib.next_multiple_of(hugepages::PAGE_MIB)),
-        false => (own.saturating_add(handler.memory_mib), 0),
-    };
-    let huge = if pages { format!(", hugepages-2Mi: {huge}Mi") } else { String::new() };
-    let memory = memory.next_multiple_of(STEP_MIB);
-    let cpu = (overhead.cpu_milli + 1).next_multiple_of(10);
-    format!(
-        "# {name}: memory_mib = {} of the handler, of which the guest's kernel and agent use {} MiB; {own} MiB outside the guest; idle {}.{} % of a CPU
+impl HandlerOverhead {
+    /// Computes what a RuntimeClass needs: the handler's memory, all of which the guest may touch, plus the measured memory that
+    /// runs the VM.
+    fn new(name: &str, handler: &Handler, overhead: Overhead) -> HandlerOverhead {
+        let outside = (overhead.own_bytes >> 20).saturating_add(1);
+        let (memory, huge) = match handler.memory_pages {
+            MemoryPages::Hugetlb => (outside, handler.memory_mib.next_multiple_of(hugepages::PAGE_MIB)),
+            MemoryPages::Transparent => (outside.saturating_add(handler.memory_mib), 0),
+        };
+        HandlerOverhead {
+            handler: name.to_owned(),
+            has_vm: true,
+            memory_bytes: handler.memory_mib << 20,
+            system_memory_bytes: overhead.system_bytes,
+            outside_memory_bytes: outside << 20,
+            idle_cpu_milli: overhead.cpu_milli,
+            pod_fixed: PodFixed {
+                memory_bytes: memory.next_multiple_of(STEP_MIB) << 20,
+                huge_pages_bytes: huge << 20,
+                cpu_milli: (overhead.cpu_milli + 1).next_multiple_of(10),
+            },
+        }
+    }
+
+    /// Returns the manifest of a RuntimeClass.
+    fn manifest(&self) -> String {
+        let name = &self.handler;
+        if !self.has_vm {
+            return format!("# {name}: engine host has no VM and no overhead\n");
+        }
+        let PodFixed { memory_bytes, huge_pages_bytes, cpu_milli } = self.pod_fixed;
+        let memory = memory_bytes >> 20;
+        let huge = match huge_pages_bytes >> 20 {
+            0 => String::new(),
+            mib => format!(", hugepages-2Mi: {mib}Mi"),
+        };
+        format!(
+            "# {name}: memory_mib = {} of the handler, of which the guest's kernel and agent use {} MiB; {} MiB outside the guest; idle {}.{} % of a CPU
 apiVersion: node.k8s.io/v1
 kind: RuntimeClass
 metadata: {{name: {name}}}
 handler: {name}
-overhead: {{podFixed: {{memory: {memory}Mi{huge}, cpu: {cpu}m}}}}
+overhead: {{podFixed: {{memory: {memory}Mi{huge}, cpu: {cpu_milli}m}}}}
 ---
 ",
-        handler.memory_mib,
-        overhead.system_bytes >> 20,
-        overhead.cpu_milli / 10,
-        overhead.cpu_milli % 10,
-    )
+            self.memory_bytes >> 20,
+            self.system_memory_bytes >> 20,
+            self.outside_memory_bytes >> 20,
+            self.idle_cpu_milli / 10,
+            self.idle_cpu_milli % 10,
+        )
+    }
+}
+
+impl TableView for OverheadReport {
+    fn table(&self) -> String {
+        self.handlers.iter().map(HandlerOverhead::manifest).collect()
+    }
 }
 
 #[cfg(test)]
@@ -144,11 +211,12 @@ mod tests {
         let found = compute(&before, &after, time).unwrap();
         assert_eq!(found, Overhead { own_bytes: 35 << 20, system_bytes: 60 << 20, cpu_milli: 20 });
         let handler = Handler { memory_mib: 128, ..Handler::default() };
-        let text = manifest("large", &handler, found);
+        let text = HandlerOverhead::new("large", &handler, found).manifest();
         assert!(text.contains("overhead: {podFixed: {memory: 168Mi, cpu: 30m}}"), "{text}");
         assert!(text.contains("use 60 MiB; 36 MiB outside the guest; idle 2.0 %"), "{text}");
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 129, ..Handler::default() };
-        assert!(manifest("large", &huge, found).contains("{memory: 40Mi, hugepages-2Mi: 130Mi, cpu: 30m}"));
+        let text = HandlerOverhead::new("large", &huge, found).manifest();
+        assert!(text.contains("{memory: 40Mi, hugepages-2Mi: 130Mi, cpu: 30m}"), "{text}");
         after["node"] = Value::Null;
         assert_eq!(compute(&before, &after, time).unwrap().own_bytes, 30 << 20);
         assert_eq!(compute(&before, &json!({}), time), None);

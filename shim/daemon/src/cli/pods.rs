@@ -1,67 +1,91 @@
-//! Implements `nacelle pods`: shows what the pods of a node use and cost, and how one of them started. All data comes from the
-//! daemon's verbose CRI statuses.
+//! Implements `nacelle pods`: shows what the pods of a node use and cost. The data comes from the daemon's verbose CRI statuses.
 
+use super::ExitStatus;
+use super::daemon::{connect, status_error};
+use super::output::{OutputArgument, TableView};
+use super::owed_deletes::OwedDeleteView;
 use super::table::format_table;
-use super::{connect_to_daemon, status_error};
+use super::units::{UNKNOWN, format_age, format_bytes, format_seconds, format_time};
 use crate::config::Config;
-use nacelle_base::timeline::{MicrosAsMillis, TimelineStep};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use serde::Serialize;
 use serde_json::Value;
-use std::fmt::Write;
-use std::process::ExitCode;
 use tonic::transport::Channel;
 
-/// The number of characters of an id that are shown.
-const SHORT: usize = 13;
-/// The width of a bar in characters.
-const BAR: usize = 40;
+/// The number of characters of an id that tables show.
+pub(super) const SHORT: usize = 13;
 
-type Client = RuntimeServiceClient<Channel>;
+pub(super) type CriClient = RuntimeServiceClient<Channel>;
 
-pub(super) fn run(config: &Config, timeline: Option<String>) -> anyhow::Result<ExitCode> {
-    let text = super::runtime()?.block_on(async {
-        let channel = connect_to_daemon(&config.paths.socket).await?;
-        let mut client = RuntimeServiceClient::new(channel);
-        match timeline {
-            Some(id) => draw_timelines(&mut client, id).await,
-            None => Ok(list_pods(&mut client).await? + &list_owed_deletes(config).await?),
-        }
+/// The pods of a node.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct PodList {
+    pods: Vec<PodView>,
+    owed_deletes: Vec<OwedDeleteView>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PodView {
+    id: String,
+    namespace: String,
+    name: String,
+    state: &'static str,
+    handler: String,
+    created_at: Option<String>,
+    running_containers: usize,
+    containers: usize,
+    /// What the containers have used, as the guest reports.
+    usage: UsageView,
+    /// What the VM and its processes have used on the node.
+    cost: UsageView,
+    #[serde(skip)]
+    created_nanos: i64,
+}
+
+/// `None`: not known.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct UsageView {
+    cpu_seconds: Option<f64>,
+    memory_bytes: Option<u64>,
+}
+
+/// What the daemon reports about a pod beside CRI's status.
+pub(super) struct PodInfo {
+    pub(super) pod: Value,
+    pub(super) accounts: Value,
+}
+
+pub(super) fn run(config: &Config, output: OutputArgument) -> anyhow::Result<ExitStatus> {
+    let list = super::runtime()?.block_on(async {
+        let mut client = RuntimeServiceClient::new(connect(&config.paths.socket).await?);
+        PodList::read(&mut client, config).await
     })?;
-    print!("{text}");
-    Ok(ExitCode::SUCCESS)
+    output.print(&list)?;
+    Ok(ExitStatus::Success)
 }
 
-async fn list_pods(client: &mut Client) -> anyhow::Result<String> {
-    let listed =
-        client.list_pod_sandbox(cri::ListPodSandboxRequest::default()).await.map_err(status_error)?.into_inner();
-    let mut rows = vec![
-        ["POD ID", "NAMESPACE/NAME", "STATE", "HANDLER", "CONTAINERS", "CPU", "MEMORY", "COST CPU", "COST MEMORY"]
-            .map(str::to_owned),
-    ];
-    for pod in listed.items {
-        let (status, info) = match pod_status(client, &pod.id).await {
-            Ok(status) => status,
-            // The pod was removed after it was listed.
-            Err(_) => continue,
-        };
-        rows.push(pod_row(&pod, &status, &info));
+impl PodList {
+    pub(super) async fn read(client: &mut CriClient, config: &Config) -> anyhow::Result<PodList> {
+        let listed = client.list_pod_sandbox(cri::ListPodSandboxRequest::default()).await.map_err(status_error)?;
+        let mut pods = Vec::new();
+        for pod in listed.into_inner().items {
+            // A pod without a status was removed after it was listed.
+            let Ok((status, info)) = pod_status(client, &pod.id).await else { continue };
+            pods.push(PodView::new(pod, &status, &info));
+        }
+        let owed = nacelle_net::NodeNetworks::new(config.network_options()).owed_deletes().await?;
+        Ok(PodList { pods, owed_deletes: owed.iter().map(OwedDeleteView::new).collect() })
     }
-    Ok(format_table(&rows))
 }
 
-/// Returns a line for each owed CNI DEL of a removed pod.
-async fn list_owed_deletes(config: &Config) -> anyhow::Result<String> {
-    let owed = nacelle_net::NodeNetworks::new(config.network_options()).owed_deletes().await?;
-    Ok(owed.iter().map(|delete| super::owed_delete_line(delete) + "\n").collect())
-}
-
-struct PodInfo {
-    pod: Value,
-    accounts: Value,
-}
-
-async fn pod_status(client: &mut Client, id: &str) -> anyhow::Result<(cri::PodSandboxStatusResponse, PodInfo)> {
+pub(super) async fn pod_status(
+    client: &mut CriClient,
+    id: &str,
+) -> anyhow::Result<(cri::PodSandboxStatusResponse, PodInfo)> {
     let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
     let response = client.pod_sandbox_status(request).await.map_err(status_error)?.into_inner();
     let parse = |key: &str| response.info.get(key).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
@@ -69,118 +93,88 @@ async fn pod_status(client: &mut Client, id: &str) -> anyhow::Result<(cri::PodSa
     Ok((response, info))
 }
 
-fn pod_row(pod: &cri::PodSandbox, status: &cri::PodSandboxStatusResponse, info: &PodInfo) -> [String; 9] {
-    let metadata = pod.metadata.clone().unwrap_or_default();
-    let runs = |status: &&cri::ContainerStatus| status.state() == cri::ContainerState::ContainerRunning;
-    let running = status.containers_statuses.iter().filter(runs).count();
-    let state = match pod.state() {
-        cri::PodSandboxState::SandboxReady => "Ready",
-        cri::PodSandboxState::SandboxNotready => "NotReady",
-    };
-    let account = |part: &str, figure: &str| info.accounts[part][figure].as_i64();
-    [
-        short_id(&pod.id).to_owned(),
-        format!("{}/{}", metadata.namespace, metadata.name),
-        state.to_owned(),
-        info.pod["handler"].as_str().unwrap_or_default().to_owned(),
-        format!("{running}/{}", status.containers_statuses.len()),
-        format_seconds(account("containers", "cpuNanos")),
-        format_mebibytes(account("containers", "memoryBytes")),
-        format_seconds(account("machine", "cpuNanos")),
-        format_mebibytes(account("machine", "memoryBytes")),
-    ]
+impl PodView {
+    fn new(pod: cri::PodSandbox, status: &cri::PodSandboxStatusResponse, info: &PodInfo) -> PodView {
+        let runs = |status: &&cri::ContainerStatus| status.state() == cri::ContainerState::ContainerRunning;
+        let state = match pod.state() {
+            cri::PodSandboxState::SandboxReady => "Ready",
+            cri::PodSandboxState::SandboxNotready => "NotReady",
+        };
+        let metadata = pod.metadata.unwrap_or_default();
+        PodView {
+            id: pod.id,
+            namespace: metadata.namespace,
+            name: metadata.name,
+            state,
+            handler: info.pod["handler"].as_str().unwrap_or_default().to_owned(),
+            created_at: format_time(pod.created_at),
+            running_containers: status.containers_statuses.iter().filter(runs).count(),
+            containers: status.containers_statuses.len(),
+            usage: UsageView::new(&info.accounts["containers"]),
+            cost: UsageView::new(&info.accounts["machine"]),
+            created_nanos: pod.created_at,
+        }
+    }
+
+    fn row(&self) -> [String; 10] {
+        let seconds = |usage: &UsageView| usage.cpu_seconds.map_or(UNKNOWN.to_owned(), format_seconds);
+        let bytes = |usage: &UsageView| usage.memory_bytes.map_or(UNKNOWN.to_owned(), format_bytes);
+        [
+            short_id(&self.id).to_owned(),
+            format!("{}/{}", self.namespace, self.name),
+            self.state.to_owned(),
+            self.handler.clone(),
+            format_age(self.created_nanos),
+            format!("{}/{}", self.running_containers, self.containers),
+            seconds(&self.usage),
+            bytes(&self.usage),
+            seconds(&self.cost),
+            bytes(&self.cost),
+        ]
+    }
 }
 
-fn short_id(id: &str) -> &str {
+impl UsageView {
+    fn new(account: &Value) -> UsageView {
+        UsageView {
+            cpu_seconds: account["cpuNanos"].as_u64().map(|nanos| nanos as f64 / 1e9),
+            memory_bytes: account["memoryBytes"].as_u64(),
+        }
+    }
+}
+
+impl TableView for PodList {
+    fn table(&self) -> String {
+        let mut rows = vec![
+            [
+                "POD ID",
+                "NAMESPACE/NAME",
+                "STATE",
+                "HANDLER",
+                "AGE",
+                "CONTAINERS",
+                "CPU",
+                "MEMORY",
+                "COST CPU",
+                "COST MEMORY",
+            ]
+            .map(str::to_owned),
+        ];
+        rows.extend(self.pods.iter().map(PodView::row));
+        format_table(&rows) + &self.owed_deletes.iter().map(|owed| owed.line() + "\n").collect::<String>()
+    }
+}
+
+pub(super) fn short_id(id: &str) -> &str {
     id.get(..SHORT).unwrap_or(id)
-}
-
-fn format_seconds(nanos: Option<i64>) -> String {
-    nanos.map_or_else(|| "-".to_owned(), |nanos| format!("{}.{:02} s", nanos / 1_000_000_000, nanos / 10_000_000 % 100))
-}
-
-fn format_mebibytes(bytes: Option<i64>) -> String {
-    bytes.map_or_else(|| "-".to_owned(), |bytes| format!("{} MiB", bytes >> 20))
-}
-
-async fn draw_timelines(client: &mut Client, id: String) -> anyhow::Result<String> {
-    let (status, info) = pod_status(client, &id).await?;
-    let pod = status.status.unwrap_or_default();
-    let metadata = pod.metadata.unwrap_or_default();
-    let mut text = format!("pod {} {}/{}\n", short_id(&pod.id), metadata.namespace, metadata.name);
-    text += &draw(&read_steps(&info.pod, "timeline"));
-    let ending = read_steps(&info.pod, "ending");
-    if !ending.is_empty() {
-        text += "teardown of the pod\n";
-        text += &draw(&ending);
-    }
-    // The oldest container first.
-    for container in status.containers_statuses.iter().rev() {
-        let request = cri::ContainerStatusRequest { container_id: container.id.clone(), verbose: true };
-        let response = client.container_status(request).await.map_err(status_error)?.into_inner();
-        let info = response.info.get("info").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
-        let name = container.metadata.clone().unwrap_or_default().name;
-        writeln!(text, "container {} {name}", short_id(&container.id))?;
-        text += &draw(&read_steps(&info, "timeline"));
-    }
-    Ok(text)
-}
-
-fn read_steps(info: &Value, key: &str) -> Vec<TimelineStep> {
-    serde_json::from_value(info[key].clone()).unwrap_or_default()
-}
-
-/// Returns a line for each step: its name, a bar at its position in the whole time, and its duration.
-fn draw(steps: &[TimelineStep]) -> String {
-    let micros = |step: &TimelineStep| u64::try_from(step.at / 1000).unwrap_or(0);
-    let end = |step: &TimelineStep| micros(step).saturating_add(step.micros);
-    let (Some(first), Some(last)) = (steps.iter().map(micros).min(), steps.iter().map(end).max()) else {
-        return "  no steps are recorded\n".to_owned();
-    };
-    let whole = last.saturating_sub(first).max(1);
-    let names = steps.iter().map(|step| step.what.chars().count()).max().unwrap_or(0);
-    let column = |at: u64| usize::try_from(u128::from(at) * BAR as u128 / u128::from(whole)).unwrap_or(BAR).min(BAR);
-    let mut text = String::new();
-    for step in steps {
-        let from = column(micros(step) - first).min(BAR - 1);
-        let to = column(end(step) - first).max(from + 1);
-        let (before, bar, after) = (" ".repeat(from), "█".repeat(to - from), " ".repeat(BAR - to));
-        let failed = if step.failed { "  failed" } else { "" };
-        let took = MicrosAsMillis(step.micros).to_string();
-        text += &format!("  {:names$}  |{before}{bar}{after}|  {took:>12}{failed}\n", step.what);
-    }
-    text + &format!("  {:names$}   {:BAR$}   {:>12}\n", "all", "", MicrosAsMillis(whole).to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    fn step(what: &str, at_ms: i64, ms: u64) -> TimelineStep {
-        TimelineStep { what: what.into(), at: at_ms * 1_000_000, micros: ms * 1000, failed: false }
-    }
 
     #[test]
-    fn a_bar_shows_when_its_step_ran() {
-        let mut late = step("late", 30, 10);
-        late.failed = true;
-        let text = draw(&[step("first", 0, 20), late]);
-        let bar = |spaces: usize, blocks: usize| {
-            format!("|{}{}{}|", " ".repeat(spaces), "█".repeat(blocks), " ".repeat(BAR - spaces - blocks))
-        };
-        let expected = format!(
-            "  first  {}       20.0 ms\n  late   {}       10.0 ms  failed\n  all    {:42}       40.0 ms\n",
-            bar(0, 20),
-            bar(30, 10),
-            ""
-        );
-        assert_eq!(text, expected);
-        assert_eq!(draw(&[]), "  no steps are recorded\n");
-    }
-
-    #[test]
-    fn the_table_shows_resource_use_and_overhead_of_pods() {
+    fn a_list_has_resource_use_and_overhead_of_pods() {
         let accounts = serde_json::json!({
             "containers": {"cpuNanos": 1_230_000_000, "memoryBytes": 3 << 20}, "machine": null,
         });
@@ -188,22 +182,13 @@ mod tests {
         let metadata =
             cri::PodSandboxMetadata { name: "web".into(), namespace: "default".into(), ..Default::default() };
         let pod = cri::PodSandbox { id: "0123456789abcdef".into(), metadata: Some(metadata), ..Default::default() };
-        let row = pod_row(&pod, &cri::PodSandboxStatusResponse::default(), &info);
-        assert_eq!(row.join(" "), "0123456789abc default/web Ready nacelle 0/0 1.23 s 3 MiB - -");
-        let mut head = row.clone();
-        head[0] = "ID".into();
-        let text = format_table(&[head, row]);
-        assert_eq!(text.lines().map(|line| line.find("default")).collect::<Vec<_>>(), [Some(15), Some(15)]);
-    }
-
-    proptest! {
-        #[test]
-        fn every_measured_step_has_a_bar(times in proptest::collection::vec((any::<i64>(), any::<u64>()), 1..9)) {
-            let step = |(at, micros)| TimelineStep { what: "x".into(), at, micros, failed: false };
-            let steps: Vec<_> = times.into_iter().map(step).collect();
-            let text = draw(&steps);
-            prop_assert_eq!(text.lines().count(), steps.len() + 1);
-            prop_assert!(text.lines().take(steps.len()).all(|line| line.contains('█')));
-        }
+        let view = PodView::new(pod, &cri::PodSandboxStatusResponse::default(), &info);
+        assert_eq!(view.row().join(" "), "0123456789abc default/web Ready nacelle - 0/0 1.23 s 3.0 MiB - -");
+        let list = PodList { pods: vec![view], owed_deletes: vec![] };
+        let columns = |name: &str| list.table().lines().map(|line| line.find(name)).collect::<Vec<_>>();
+        assert_eq!((columns("NAMESPACE/")[0], columns("default/")[1]), (Some(15), Some(15)));
+        let json = serde_json::to_value(&list).unwrap();
+        let usage = serde_json::json!({"cpuSeconds": 1.23, "memoryBytes": 3 << 20});
+        assert_eq!((&json["pods"][0]["usage"], &json["pods"][0]["id"]), (&usage, &"0123456789abcdef".into()));
     }
 }

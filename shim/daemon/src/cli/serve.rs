@@ -1,6 +1,6 @@
 //! Implements `nacelle serve`, which runs the daemon.
 
-use super::ConfigArgument;
+use super::{ConfigArgument, ExitStatus};
 use crate::config::{Config, DEFAULT_PATH};
 use crate::lifecycle::services::Processes;
 use crate::lifecycle::{EngineChoice, Events};
@@ -15,7 +15,6 @@ use nacelle_base::task::run_blocking;
 use nacelle_engine::probe;
 use nacelle_pod::spec::Accelerator;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::task::AbortOnDropHandle;
@@ -42,8 +41,8 @@ pub(super) fn serve(
     argument: &ConfigArgument,
     mut supervisor: Supervisor,
     log: LogControl,
-) -> anyhow::Result<ExitCode> {
-    let config = argument.load()?;
+) -> anyhow::Result<ExitStatus> {
+    let config = Config::load_with_files(argument.config.as_deref())?;
     log.configure(&config.log.filter);
     let path = argument.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
     tracing::info!(version = program::version(), config = %path.display(), log = %log.filter(), "nacelle starts");
@@ -83,7 +82,7 @@ pub(super) fn serve(
             tracing::info!("stopping; pods continue to run");
         };
         server::serve(node, supervisor, claim, log, end).await?;
-        Ok(ExitCode::SUCCESS)
+        Ok(ExitStatus::Success)
     })
 }
 

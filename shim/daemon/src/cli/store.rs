@@ -1,10 +1,12 @@
 //! Implements `nacelle store`: exports the records of the state store to a file, and replaces the store by such a file.
 
+use super::ExitStatus;
+use super::output::{OutputArgument, TableView};
 use crate::config::Config;
 use crate::server::import_state_store;
 use nacelle_store::{StoreCounts, export_store};
+use serde::Serialize;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 #[derive(clap::Subcommand)]
 pub(super) enum StoreCommand {
@@ -12,6 +14,8 @@ pub(super) enum StoreCommand {
     Export {
         /// The file, which is replaced if it exists. It contains the environment of containers.
         file: PathBuf,
+        #[command(flatten)]
+        output: OutputArgument,
     },
     /// Begins a new state store with the records of an exported file. The daemon must not run; its next start ends pods without a record.
     Import {
@@ -20,16 +24,37 @@ pub(super) enum StoreCommand {
         /// Sets an existing state store aside.
         #[arg(long)]
         replace: bool,
+        #[command(flatten)]
+        output: OutputArgument,
     },
 }
 
-pub(super) fn run(config: &Config, command: StoreCommand) -> anyhow::Result<ExitCode> {
-    let store = config.paths.store();
-    let (action, counts) = match command {
-        StoreCommand::Export { file } => ("exported", export_store(&store, &file)?),
-        StoreCommand::Import { file, replace } => ("imported", import_state_store(config, &file, replace)?),
+/// The numbers of records.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct StoreCountsView {
+    pods: usize,
+    containers: usize,
+    vms: usize,
+}
+
+impl From<StoreCounts> for StoreCountsView {
+    fn from(StoreCounts { pods, containers, vms }: StoreCounts) -> StoreCountsView {
+        StoreCountsView { pods, containers, vms }
+    }
+}
+
+impl TableView for StoreCountsView {
+    fn table(&self) -> String {
+        format!("{} pods, {} containers, {} persistent VMs\n", self.pods, self.containers, self.vms)
+    }
+}
+
+pub(super) fn run(config: &Config, command: StoreCommand) -> anyhow::Result<ExitStatus> {
+    let (counts, output) = match command {
+        StoreCommand::Export { file, output } => (export_store(&config.paths.store(), &file)?, output),
+        StoreCommand::Import { file, replace, output } => (import_state_store(config, &file, replace)?, output),
     };
-    let StoreCounts { pods, containers, vms } = counts;
-    println!("{action} {pods} pods, {containers} containers, {vms} persistent VMs");
-    Ok(ExitCode::SUCCESS)
+    output.print(&StoreCountsView::from(counts))?;
+    Ok(ExitStatus::Success)
 }

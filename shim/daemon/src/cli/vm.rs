@@ -1,7 +1,9 @@
 //! Implements the commands of `nacelle vm` that need no daemon: check and convert the manifests of machines, and print their
 //! schema. The rules are the same on every node. Operations on machines are in `machines`.
 
+use super::ExitStatus;
 use super::machines::{self, VmOperation};
+use super::output::{OutputArgument, TableView, print, warn};
 use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use nacelle_machines::supported::{UnsupportedSetting, unknown_presets, unsupported_settings};
@@ -9,10 +11,10 @@ use nacelle_vmi::manifest::{self, Options, Verdict};
 use nacelle_vmi::preset::Catalogue;
 use nacelle_vmi::version::Version;
 use nacelle_vmi::{Causes, read};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 #[derive(Subcommand)]
 pub(super) enum VmCommand {
@@ -24,9 +26,8 @@ pub(super) enum VmCommand {
         files: Vec<PathBuf>,
         #[command(flatten)]
         catalogue: CatalogueFiles,
-        /// The format of the report.
-        #[arg(long, short, value_enum, default_value = "text")]
-        output: ReportFormat,
+        #[command(flatten)]
+        output: OutputArgument,
     },
     /// Converts KubeVirt's VMs into pods, ReplicaSets, Deployments and VirtualMachine records.
     Convert {
@@ -60,19 +61,13 @@ pub(super) struct CatalogueFiles {
     catalogue: Vec<PathBuf>,
 }
 
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-pub(super) enum ReportFormat {
-    Text,
-    Json,
-}
-
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum SchemaVersion {
     V1,
     V1alpha1,
 }
 
-pub(super) fn run(config: &super::ConfigArgument, command: VmCommand) -> anyhow::Result<ExitCode> {
+pub(super) fn run(config: &super::ConfigArgument, command: VmCommand) -> anyhow::Result<ExitStatus> {
     match command {
         VmCommand::Operation(operation) => machines::run(&config.load()?, operation),
         VmCommand::Validate { files, catalogue, output } => validate(&files, &catalogue.read()?, output),
@@ -89,8 +84,8 @@ pub(super) fn run(config: &super::ConfigArgument, command: VmCommand) -> anyhow:
                 SchemaVersion::V1 => Version::V1,
                 SchemaVersion::V1alpha1 => Version::V1Alpha1,
             };
-            println!("{:#}", manifest::openapi(version));
-            Ok(ExitCode::SUCCESS)
+            print(&format!("{:#}\n", manifest::openapi(version)))?;
+            Ok(ExitStatus::Success)
         }
     }
 }
@@ -121,25 +116,27 @@ fn read_documents(file: &Path) -> anyhow::Result<Vec<Value>> {
     Ok(read::all(&text, &file.display().to_string())?)
 }
 
-fn validate(files: &[PathBuf], catalogue: &Catalogue, output: ReportFormat) -> anyhow::Result<ExitCode> {
-    let mut reports = Vec::new();
-    let mut all_valid = true;
+/// The verdict on a document.
+#[derive(Serialize)]
+struct DocumentReport {
+    file: PathBuf,
+    kind: String,
+    name: String,
+    machine: bool,
+    valid: bool,
+    causes: Causes,
+    warnings: Vec<UnsupportedSetting>,
+}
+
+fn validate(files: &[PathBuf], catalogue: &Catalogue, output: OutputArgument) -> anyhow::Result<ExitStatus> {
+    let mut reports: Vec<DocumentReport> = Vec::new();
     for file in files {
         let verdicts = manifest::validate(&read_documents(file)?, catalogue);
         anyhow::ensure!(!verdicts.is_empty(), "{} contains no document", file.display());
-        all_valid &= verdicts.iter().all(|verdict| verdict.causes.is_empty());
-        match output {
-            ReportFormat::Text => verdicts.iter().for_each(|verdict| print!("{}", report_lines(file, verdict))),
-            ReportFormat::Json => reports.extend(verdicts.iter().map(|verdict| {
-                json!({ "file": file, "kind": verdict.kind, "name": verdict.name, "machine": verdict.machine,
-                    "valid": verdict.causes.is_empty(), "causes": verdict.causes, "warnings": warnings(verdict) })
-            })),
-        }
+        reports.extend(verdicts.into_iter().map(|verdict| DocumentReport::new(file, verdict)));
     }
-    if output == ReportFormat::Json {
-        println!("{:#}", Value::Array(reports));
-    }
-    Ok(if all_valid { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    output.print(&reports)?;
+    Ok(ExitStatus::of(reports.iter().all(|report| report.valid)))
 }
 
 /// Returns the fields of a valid specification for which nodes of this version reject the pod.
@@ -150,24 +147,45 @@ fn warnings(verdict: &Verdict) -> Vec<UnsupportedSetting> {
     unknown.into_iter().chain(unsupported_settings(admitted)).collect()
 }
 
-/// Returns a line for each cause, or a line for a valid document and one for each warning.
-fn report_lines(file: &Path, verdict: &Verdict) -> String {
-    let kind = if verdict.kind.is_empty() { "specification" } else { &verdict.kind };
-    let subject = format!("{}: {kind} {}", file.display(), verdict.name);
-    let subject = subject.trim_end();
-    if verdict.causes.is_empty() {
-        let result = if verdict.machine { "valid" } else { "valid, requests no VM settings" };
-        let warnings = warnings(verdict).into_iter().map(|warning| format!("{subject}: warning: {warning}\n"));
-        return format!("{subject}: {result}\n{}", warnings.collect::<String>());
+impl DocumentReport {
+    fn new(file: &Path, verdict: Verdict) -> DocumentReport {
+        let warnings = warnings(&verdict);
+        DocumentReport {
+            file: file.to_owned(),
+            kind: verdict.kind,
+            name: verdict.name,
+            machine: verdict.machine,
+            valid: verdict.causes.is_empty(),
+            causes: verdict.causes,
+            warnings,
+        }
     }
-    cause_lines(subject, &verdict.causes)
+
+    /// Returns a line for each cause, or a line for a valid document and one for each warning.
+    fn lines(&self) -> String {
+        let kind = if self.kind.is_empty() { "specification" } else { &self.kind };
+        let subject = format!("{}: {kind} {}", self.file.display(), self.name);
+        let subject = subject.trim_end();
+        if !self.valid {
+            return cause_lines(subject, &self.causes);
+        }
+        let result = if self.machine { "valid" } else { "valid, requests no VM settings" };
+        let warnings = self.warnings.iter().map(|warning| format!("{subject}: warning: {warning}\n"));
+        format!("{subject}: {result}\n{}", warnings.collect::<String>())
+    }
+}
+
+impl TableView for Vec<DocumentReport> {
+    fn table(&self) -> String {
+        self.iter().map(DocumentReport::lines).collect()
+    }
 }
 
 fn cause_lines(subject: &str, causes: &Causes) -> String {
     causes.list().iter().map(|cause| format!("{subject}: {cause}\n")).collect()
 }
 
-fn convert(files: &[PathBuf], catalogue: &Catalogue, options: &Options) -> anyhow::Result<ExitCode> {
+fn convert(files: &[PathBuf], catalogue: &Catalogue, options: &Options) -> anyhow::Result<ExitStatus> {
     let mut converted_documents = Vec::new();
     let mut all_valid = true;
     let mut catalogue = catalogue.clone();
@@ -182,16 +200,16 @@ fn convert(files: &[PathBuf], catalogue: &Catalogue, options: &Options) -> anyho
             let subject = format!("{}: {} {}", file.display(), text("/kind"), text("/metadata/name"));
             match manifest::convert(&document, &catalogue, options) {
                 Ok(converted) => {
-                    converted.notes.iter().for_each(|note| eprintln!("{subject}: note: {note}"));
+                    converted.notes.iter().for_each(|note| warn(&format!("{subject}: note: {note}")));
                     converted_documents.extend(converted.documents);
                 }
                 Err(causes) => {
                     all_valid = false;
-                    eprint!("{}", cause_lines(&subject, &causes));
+                    warn(cause_lines(&subject, &causes).trim_end());
                 }
             }
         }
     }
-    print!("{}", manifest::text(&converted_documents));
-    Ok(if all_valid { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    print(&manifest::text(&converted_documents))?;
+    Ok(ExitStatus::of(all_valid))
 }

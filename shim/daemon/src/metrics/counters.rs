@@ -85,7 +85,7 @@ impl EventCounters {
     /// Creates counters with value 0. `handlers` are those of the configuration.
     pub fn new<'a>(handlers: impl IntoIterator<Item = &'a String>) -> EventCounters {
         let mut registrar = Registrar::default();
-        let (version, commit) = (program::VERSION, program::COMMIT.unwrap_or("unknown"));
+        let (version, commit) = (program::RELEASE, program::COMMIT.unwrap_or("unknown"));
         family::BUILD.register(&mut registrar.0, Info::new(BuildLabels { version, commit }));
         let results = StartResult::ALL;
         let starts = handlers.into_iter().flat_map(|handler| {

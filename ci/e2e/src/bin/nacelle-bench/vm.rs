@@ -46,7 +46,7 @@ pub fn measure(runs: usize) -> Value {
         };
         timed("snapshot", &["snapshot", "db", &name], &|| snapshot_bytes(&node, &name));
         timed("restore", &["restore", "db", &name], &|| snapshot_bytes(&node, &name));
-        run_vm_command(&node, &["delete-snapshot", "db", &name]);
+        run_vm_command(&node, &["rm-snapshot", "db", &name]);
         for (operation, format) in [("memory-dump", "elf"), ("memory-dump, kdump-zlib", "kdump-zlib")] {
             let file = node.directory().join("dump");
             let words = ["memory-dump", "db", "--format", format, "--output", &file.display().to_string()];
@@ -58,7 +58,7 @@ pub fn measure(runs: usize) -> Value {
         let moved = format!("moved-{run}");
         timed("export, running", &["export", "db", &reference], &|| directory_bytes(&layout));
         timed("import", &["import", &reference, &moved, "--new-identity"], &|| vm_disk_usage(&node));
-        run_vm_command(&node, &["delete", &moved]);
+        run_vm_command(&node, &["rm", &moved]);
         fs::remove_dir_all(&layout).expect("the layout is there");
     }
     node.crictl.call(["stop", "--timeout", "120", &machine.id]);
@@ -68,7 +68,7 @@ pub fn measure(runs: usize) -> Value {
         let start = Instant::now();
         run_vm_command(&node, &["clone", "db", &other]);
         samples.entry("clone").or_default().push((milliseconds(start), vm_disk_usage(&node)));
-        run_vm_command(&node, &["delete", &other]);
+        run_vm_command(&node, &["rm", &other]);
     }
     let one = |(operation, samples): (&&str, &Vec<(f64, u64)>)| {
         let took = median(&samples.iter().map(|(took, _)| *took).collect::<Vec<_>>());
@@ -105,9 +105,10 @@ fn run_vm_command(node: &TestNode, words: &[&str]) -> String {
 
 /// Returns the bytes of a snapshot: of memory and devices.
 fn snapshot_bytes(node: &TestNode, name: &str) -> u64 {
-    let all: Value = serde_json::from_str(&run_vm_command(node, &["snapshots", "db"])).expect("it is JSON");
+    let all: Value =
+        serde_json::from_str(&run_vm_command(node, &["snapshots", "db", "-o", "json"])).expect("it is JSON");
     let all = all.as_array().cloned().unwrap_or_default();
-    all.iter().find(|one| one["name"] == name).and_then(|one| one["bytes"].as_u64()).expect("it was taken")
+    all.iter().find(|one| one["name"] == name).and_then(|one| one["sizeBytes"].as_u64()).expect("it was taken")
 }
 
 /// Returns the bytes of all files below a directory.

@@ -1,11 +1,12 @@
 //! Implements `nacelle vm console` and `nacelle vm vnc`: connects a terminal or a port of this node to a VM.
 
-use super::{VmClient, status_error};
+use super::{VmClient, output_error, print, status_error};
+use crate::cli::output::warn;
 use anyhow::Context;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::vm;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
-use std::io::{IsTerminal, Read};
+use std::io::{self, IsTerminal, Read};
 use std::net::SocketAddr;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -48,14 +49,14 @@ pub(super) async fn attach_terminal(mut client: VmClient, machine: vm::MachineRe
     let terminal = std::io::stdin().is_terminal();
     let raw_terminal = terminal.then(RawTerminal::enter).transpose()?;
     if terminal {
-        eprint!("connected to the serial console; press Ctrl-] to leave it\r\n");
+        warn("connected to the serial console; press Ctrl-] to leave it\r");
     }
     let (leave, mut left) = mpsc::channel::<()>(1);
     // A thread of its own: a read of standard input cannot be cancelled, and ends with the program.
     std::thread::spawn(move || read_stdin(&input, &leave, terminal));
     let mut stdout = tokio::io::stdout();
     let result = tokio::select! {
-        copied = copy_output(&mut output, &mut stdout) => copied,
+        copied = copy_output(&mut output, &mut stdout, output_error) => copied,
         Some(()) = left.recv() => Ok(()),
         interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for a signal"),
     };
@@ -81,10 +82,15 @@ fn read_stdin(input: &mpsc::Sender<vm::WayRequest>, leave: &mpsc::Sender<()>, te
     }
 }
 
-async fn copy_output(output: &mut Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unpin)) -> anyhow::Result<()> {
+/// Copies what the VM sends until its end. `failed` converts errors of `to`.
+async fn copy_output(
+    output: &mut Streaming<vm::Piece>,
+    to: &mut (impl AsyncWrite + Unpin),
+    failed: fn(io::Error) -> anyhow::Error,
+) -> anyhow::Result<()> {
     while let Some(vm::Piece { data }) = output.message().await.map_err(status_error)? {
-        to.write_all(&data).await?;
-        to.flush().await?;
+        to.write_all(&data).await.map_err(failed)?;
+        to.flush().await.map_err(failed)?;
     }
     Ok(())
 }
@@ -94,7 +100,7 @@ pub(super) async fn serve_vnc(client: VmClient, machine: vm::MachineRef, listen:
     // Fails here, and not for the first client, if the VM has no screen.
     drop(open_screen(client.clone(), machine.clone()).await?);
     let listener = TcpListener::bind(listen).await.with_context(|| format!("cannot listen on {listen}"))?;
-    println!("vnc://{}", listener.local_addr()?);
+    print(&format!("vnc://{}\n", listener.local_addr()?))?;
     loop {
         let (viewer, _) = tokio::select! {
             accepted = listener.accept() => accepted?,
@@ -106,12 +112,12 @@ pub(super) async fn serve_vnc(client: VmClient, machine: vm::MachineRef, listen:
             let session = async {
                 let (input, mut output) = open_screen(client, machine).await?;
                 tokio::select! {
-                    copied = copy_output(&mut output, &mut writer) => copied,
+                    copied = copy_output(&mut output, &mut writer, anyhow::Error::from) => copied,
                     () = send_input(reader, input) => Ok(()),
                 }
             };
             if let Err(error) = session.await {
-                eprintln!("VNC client: {error:#}");
+                warn(&format!("VNC client: {error:#}"));
             }
         });
     }

@@ -1,10 +1,10 @@
 //! Writes what the daemon sends to standard output, or to a file that appears only when it is complete.
 
-use super::status_error;
+use super::{output_error, status_error};
 use anyhow::Context;
 use nacelle_proto::vm;
 use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use tokio::fs::File;
@@ -20,12 +20,12 @@ pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>)
             "cannot write a memory dump to a terminal: use --output FILE"
         );
         let mut stdout = tokio::io::stdout();
-        return copy(pieces, &mut stdout).await;
+        return copy(pieces, &mut stdout, output_error).await;
     };
     let (partial, mut file) = PartialFile::create(&path)?;
     let mut terminated = signal(SignalKind::terminate())?;
     tokio::select! {
-        copied = copy(pieces, &mut file) => copied?,
+        copied = copy(pieces, &mut file, |error| anyhow::Error::new(error).context("cannot write the memory dump")) => copied?,
         interrupted = tokio::signal::ctrl_c() => {
             interrupted?;
             anyhow::bail!("interrupted");
@@ -37,11 +37,16 @@ pub(super) async fn write(pieces: Streaming<vm::Piece>, output: Option<PathBuf>)
     partial.rename_to(&path).with_context(failed)
 }
 
-async fn copy(mut pieces: Streaming<vm::Piece>, to: &mut (impl AsyncWrite + Unpin)) -> anyhow::Result<()> {
+/// Copies the whole dump. `failed` converts errors of `to`.
+async fn copy(
+    mut pieces: Streaming<vm::Piece>,
+    to: &mut (impl AsyncWrite + Unpin),
+    failed: fn(io::Error) -> anyhow::Error,
+) -> anyhow::Result<()> {
     while let Some(vm::Piece { data }) = pieces.message().await.map_err(status_error)? {
-        to.write_all(&data).await.context("cannot write the memory dump")?;
+        to.write_all(&data).await.map_err(failed)?;
     }
-    to.flush().await.context("cannot write the memory dump")
+    to.flush().await.map_err(failed)
 }
 
 /// A temporary file next to the output file, removed on drop.

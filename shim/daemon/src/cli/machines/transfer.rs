@@ -1,7 +1,8 @@
 //! Implements `nacelle vm export` and `import`: reads registry credentials from the usual files, and shows the progress on a
 //! terminal.
 
-use super::{VmClient, VmName, status_error};
+use super::views::{ExportView, ImportView};
+use super::{OutputArgument, VmClient, VmName, status_error};
 use anyhow::Context;
 use nacelle_proto::vm;
 use std::io::{IsTerminal, Write};
@@ -19,6 +20,8 @@ pub(in crate::cli) struct ExportArguments {
     reference: String,
     #[command(flatten)]
     registry: RegistryArguments,
+    #[command(flatten)]
+    output: OutputArgument,
 }
 
 #[derive(clap::Args)]
@@ -32,6 +35,8 @@ pub(in crate::cli) struct ImportArguments {
     new_identity: bool,
     #[command(flatten)]
     registry: RegistryArguments,
+    #[command(flatten)]
+    output: OutputArgument,
 }
 
 #[derive(clap::Args)]
@@ -55,30 +60,26 @@ impl RegistryArguments {
 }
 
 pub(super) async fn export(client: &mut VmClient, arguments: ExportArguments) -> anyhow::Result<()> {
-    let ExportArguments { name, reference, registry } = arguments;
+    let ExportArguments { name, reference, registry, output } = arguments;
     let request =
         vm::ExportRequest { machine: Some(name.into_ref()), to: Some(registry.into_artifact(reference.clone())?) };
     let done = show_progress(client.export(request).await.map_err(status_error)?.into_inner()).await?;
-    println!("{reference} {}", done.digest);
-    print_snapshots(&done.snapshots);
-    Ok(())
+    output.print(&ExportView { reference, digest: done.digest, snapshots: done.snapshots })
 }
 
 pub(super) async fn import(client: &mut VmClient, arguments: ImportArguments) -> anyhow::Result<()> {
-    let ImportArguments { reference, name, new_identity, registry } = arguments;
+    let ImportArguments { reference, name, new_identity, registry, output } = arguments;
     let request =
         vm::ImportRequest { from: Some(registry.into_artifact(reference)?), to: Some(name.into_ref()), new_identity };
     let done = show_progress(client.import(request).await.map_err(status_error)?.into_inner()).await?;
     let machine = done.machine.unwrap_or_default();
-    println!("{}/{} {} {}", machine.namespace, machine.name, machine.uuid, machine.mac);
-    print_snapshots(&done.snapshots);
-    Ok(())
-}
-
-fn print_snapshots(snapshots: &[String]) {
-    if !snapshots.is_empty() {
-        println!("snapshots: {}", snapshots.join(" "));
-    }
+    output.print(&ImportView {
+        namespace: machine.namespace,
+        name: machine.name,
+        uuid: machine.uuid,
+        mac: machine.mac,
+        snapshots: done.snapshots,
+    })
 }
 
 /// Shows the progress until the last message, and returns that.
@@ -87,15 +88,20 @@ async fn show_progress(mut messages: Streaming<vm::Transfer>) -> anyhow::Result<
     let mut last = None;
     while let Some(message) = messages.message().await.map_err(status_error)? {
         if is_terminal && message.digest.is_empty() {
-            eprint!("\r\x1b[K{}", progress_line(&message));
-            std::io::stderr().flush()?;
+            show_line(&progress_line(&message));
         }
         last = Some(message);
     }
     if is_terminal {
-        eprint!("\r\x1b[K");
+        show_line("");
     }
     last.filter(|last| !last.digest.is_empty()).context("the daemon stopped before the transfer was complete")
+}
+
+/// Replaces the last line of the terminal. An error is ignored: the progress is not the result.
+fn show_line(line: &str) {
+    let mut terminal = std::io::stderr().lock();
+    let _ = write!(terminal, "\r\x1b[K{line}").and_then(|()| terminal.flush());
 }
 
 fn progress_line(message: &vm::Transfer) -> String {

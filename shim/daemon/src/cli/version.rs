@@ -1,0 +1,22 @@
+//! Implements `nacelle version`.
+
+use super::ExitStatus;
+use super::output::{OutputArgument, TableView};
+use serde::Serialize;
+
+#[derive(Serialize)]
+struct VersionView {
+    version: &'static str,
+    commit: Option<&'static str>,
+}
+
+impl TableView for VersionView {
+    fn table(&self) -> String {
+        format!("nacelle {}\n", crate::program::version())
+    }
+}
+
+pub(super) fn run(output: OutputArgument) -> anyhow::Result<ExitStatus> {
+    output.print(&VersionView { version: crate::program::RELEASE, commit: crate::program::COMMIT })?;
+    Ok(ExitStatus::Success)
+}
