@@ -19,7 +19,7 @@ pub(super) enum ExitStatus {
     NotFound,
     /// The caller has no permission.
     Denied,
-    /// The daemon does not run, or does not respond.
+    /// The daemon, or a service that it needs, does not respond. A retry may help.
     Unreachable,
     /// The reader of standard output is gone: the code that a shell reports for a program that SIGPIPE has ended.
     OutputClosed,
@@ -33,7 +33,7 @@ impl ExitStatus {
         (ExitStatus::Usage, "the command line is invalid"),
         (ExitStatus::NotFound, "the named object does not exist"),
         (ExitStatus::Denied, "permission denied"),
-        (ExitStatus::Unreachable, "the daemon does not run or does not respond"),
+        (ExitStatus::Unreachable, "the daemon, or a service that it needs, does not respond"),
         (ExitStatus::OutputClosed, "standard output was closed by its reader"),
     ];
 

@@ -15,6 +15,8 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("config", &["nacelle config default", "nacelle config check"]),
     ("config default", &["nacelle config default"]),
     ("config check", &["nacelle config check", "nacelle config check /tmp/config.toml -o json"]),
+    ("debug", &["nacelle debug bundle"]),
+    ("debug bundle", &["nacelle debug bundle", "nacelle debug bundle -o /tmp/report.tar.gz"]),
     ("image", &["nacelle image load busybox.tar", "nacelle image ls"]),
     ("image load", &["nacelle image load busybox.tar", "nacelle image load layout --name registry.example/app:1"]),
     ("image pull", &["nacelle image pull registry.example/app:1"]),
@@ -147,6 +149,7 @@ mod tests {
     const WITHOUT_FORMAT: &[&str] = &[
         "serve",
         "config default",
+        "debug bundle",
         "image rm",
         "vm convert",
         "vm schema",

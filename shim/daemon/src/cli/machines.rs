@@ -17,7 +17,8 @@ use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use tonic::transport::Channel;
-use views::{SnapshotView, VmView, VolumeView};
+pub(super) use views::VmView;
+use views::{SnapshotView, VolumeView};
 
 /// The largest message in bytes: a screenshot.
 const MESSAGE_LIMIT: usize = 80 << 20;
@@ -205,9 +206,7 @@ pub(super) fn run(config: &Config, operation: VmOperation) -> anyhow::Result<Exi
 async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result<()> {
     match operation {
         VmOperation::Ls { namespace, output } => {
-            let request = vm::ListRequest { namespace: namespace.unwrap_or_default() };
-            let machines = client.list(request).await.map_err(status_error)?.into_inner().machines;
-            output.print(&machines.into_iter().map(VmView::from).collect::<Vec<_>>())?;
+            output.print(&list_in(&mut client, namespace.unwrap_or_default()).await?)?;
         }
         VmOperation::Describe { name, output } => {
             let machine = client.describe(name.into_ref()).await.map_err(status_error)?.into_inner();
@@ -244,6 +243,17 @@ async fn execute(mut client: VmClient, operation: VmOperation) -> anyhow::Result
         }
     }
     Ok(())
+}
+
+/// Lists the VMs of all namespaces.
+pub(super) async fn list(channel: Channel) -> anyhow::Result<Vec<VmView>> {
+    list_in(&mut MachinesClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT), String::new()).await
+}
+
+async fn list_in(client: &mut VmClient, namespace: String) -> anyhow::Result<Vec<VmView>> {
+    let request = vm::ListRequest { namespace };
+    let machines = client.list(request).await.map_err(status_error)?.into_inner().machines;
+    Ok(machines.into_iter().map(VmView::from).collect())
 }
 
 /// Deletes a persistent VM. The daemon's Delete succeeds if there is none, so that clients can repeat it.

@@ -4,6 +4,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod admission;
+mod bundle;
 mod check;
 mod completion;
 mod config;
@@ -70,6 +71,13 @@ enum Command {
     Config {
         #[command(subcommand)]
         command: config::ConfigCommand,
+    },
+    /// Collects what a report of a fault needs.
+    Debug {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(subcommand)]
+        command: bundle::DebugCommand,
     },
     /// Manages the images of this node, through the daemon if it runs.
     Image {
@@ -184,6 +192,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitStatus> {
             }
         }
         Command::Config { command } => config::run(command),
+        Command::Debug { config, command: bundle::DebugCommand::Bundle { output } } => bundle::run(&config, output),
         Command::Image { config, command } => image::run(config.load()?, command),
         Command::Pods { config, output, timeline: None } => pods::run(&config.load()?, output),
         Command::Pods { config, output, timeline: Some(pod) } => timeline::run(&config.load()?, pod, output),

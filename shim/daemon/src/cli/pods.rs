@@ -80,6 +80,11 @@ impl PodList {
         let owed = nacelle_net::NodeNetworks::new(config.network_options()).owed_deletes().await?;
         Ok(PodList { pods, owed_deletes: owed.iter().map(OwedDeleteView::new).collect() })
     }
+
+    /// Returns the ids of the pods.
+    pub(super) fn ids(&self) -> impl Iterator<Item = &str> {
+        self.pods.iter().map(|pod| pod.id.as_str())
+    }
 }
 
 pub(super) async fn pod_status(

@@ -5,7 +5,7 @@ use super::output::{OutputArgument, TableView};
 use serde::Serialize;
 
 #[derive(Serialize)]
-struct VersionView {
+pub(super) struct VersionView {
     version: &'static str,
     commit: Option<&'static str>,
 }
@@ -17,6 +17,11 @@ impl TableView for VersionView {
 }
 
 pub(super) fn run(output: OutputArgument) -> anyhow::Result<ExitStatus> {
-    output.print(&VersionView { version: crate::program::RELEASE, commit: crate::program::COMMIT })?;
+    output.print(&view())?;
     Ok(ExitStatus::Success)
+}
+
+/// Returns the version of this program.
+pub(super) fn view() -> VersionView {
+    VersionView { version: crate::program::RELEASE, commit: crate::program::COMMIT }
 }

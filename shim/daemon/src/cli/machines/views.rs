@@ -10,7 +10,7 @@ use serde::Serialize;
 /// A VM, as `ls`, `describe` and `watch` print it.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct VmView {
+pub(in crate::cli) struct VmView {
     namespace: String,
     name: String,
     phase: String,

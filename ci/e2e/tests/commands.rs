@@ -1,0 +1,144 @@
+//! Tests the interface of `nacelle` for people and programs: formats, exit codes, errors, completions and man pages.
+
+use nacelle_e2e::run::{ProgramOutput, run_program};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
+use serde_json::{Value, json};
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Stdio};
+
+fn nacelle(arguments: &[&str]) -> ProgramOutput {
+    run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), arguments)
+}
+
+#[test]
+fn commands_print_json_and_yaml_and_have_exit_codes() {
+    let node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "app:1");
+    let pod = node.crictl.run_pod(PodRequest::new("listed", node.directory()));
+    let secret = json!([{"key": "PASSWORD", "value": "s3cret"}]);
+    pod.start(ContainerRequest::sh("main", &image, "exec sleep 1000").set("envs", secret));
+    // The cause is named once.
+    let container = pod.create(ContainerRequest::new("wrong", &image, &["/nosuch"]));
+    let refused = node.crictl.try_call(["start", &container.id]).err();
+    println!("{refused}");
+    for (arguments, pointer) in [
+        (&["check"][..], "/findings/0/severity"),
+        (&["image", "pull", &image], "/id"),
+        (&["image", "ls"], "/0/sizeBytes"),
+        (&["image", "list"], "/0/tags/0"),
+        (&["image", "verify"], "/readBytes"),
+        (&["pods"], "/pods/0/cost/memoryBytes"),
+        (&["pods", "--timeline", &pod.id], "/start/0/durationSeconds"),
+        (&["templates", "ls"], "/startedPods"),
+        (&["log"], "/filter"),
+        (&["vm", "ls"], ""),
+    ] {
+        let json = node.nacelle(&[arguments, &["-o", "json"]].concat());
+        let value: Value = serde_json::from_str(&json.stdout).unwrap_or_else(|error| panic!("{error}: {json:?}"));
+        assert!(value.pointer(pointer).is_some(), "{arguments:?} {pointer}: {value}");
+        let yaml = node.nacelle(&[arguments, &["--output", "yaml"]].concat());
+        let key = pointer.rsplit('/').find(|part| part.parse::<u32>().is_err()).unwrap_or_default();
+        assert!(yaml.stdout.contains(key) && !yaml.stdout.starts_with('{'), "{yaml:?}");
+        assert_eq!(node.nacelle(arguments).code, json.code);
+    }
+    let started = node.nacelle(&["pods", "-o", "json"]).ok();
+    assert!(started.contains("\"createdAt\": \"20"), "{started}");
+
+    for (arguments, code, words) in [
+        (&["image", "rm", "nosuch"][..], 3, "image nosuch does not exist"),
+        (&["image", "pull", "127.0.0.1:1/nosuch:1"], 5, "nacelle: "),
+        (&["vm", "rm", "nosuch"], 3, "NotFound"),
+        (&["vm", "delete", "nosuch"], 3, "NotFound"),
+        (&["templates", "rm", "0123456789abcdef"], 3, "NotFound"),
+        (&["pods", "--timeline", "nosuch"], 3, "NotFound"),
+        (&["check", "--jail", "nosuch"], 3, "does not exist"),
+        (&["image", "ls", "-o", "xml"], 2, "yaml"),
+    ] {
+        let failed = node.nacelle(arguments);
+        assert!(failed.code == code && failed.stderr.contains(words), "{arguments:?}: {failed:?}");
+    }
+    check_bundle(&node, &pod.id);
+    pod.remove();
+    let removed = node.nacelle(&["image", "remove", &image, "nosuch"]);
+    assert!(removed.code == 3 && !node.nacelle(&["image", "ls"]).ok().contains("app:1"), "{removed:?}");
+
+    // Another user may not use the socket, nor the image store in its place.
+    let own = node.directory().join("nacelle");
+    fs::copy(nacelle_e2e::path_from_env("NACELLE_BIN"), &own).expect("the node's directory is writable");
+    fs::set_permissions(node.directory(), fs::Permissions::from_mode(0o755)).expect("it is ours");
+    let (own, config) = (own.display().to_string(), node.directory().join("config.toml").display().to_string());
+    for arguments in [&["pods"][..], &["image", "ls"], &["log"]] {
+        let user = ["--reuid=65534", "--regid=65534", "--clear-groups", &own];
+        let denied = run_program("setpriv", [&user[..], arguments, &["--config", &config]].concat());
+        assert!(denied.code == 4 && denied.stderr.contains("permission denied"), "{denied:?}");
+    }
+    let valid = nacelle(&["config", "check", &config]);
+    assert_eq!(valid.ok(), format!("{config}: valid"));
+}
+
+/// Checks that a bundle has the pod's timeline, is its owner's only, and contains no environment of a container.
+fn check_bundle(node: &TestNode, pod: &str) {
+    let path = node.directory().join("bundle.tar.gz");
+    let archive = path.display().to_string();
+    assert_eq!(node.nacelle(&["debug", "bundle", "-o", &archive]).ok(), archive);
+    assert_eq!(fs::metadata(&path).expect("it was written").permissions().mode() & 0o777, 0o600);
+    let files = run_program("tar", ["-tzf", &archive]).ok();
+    for name in ["version.json", "config.toml", "check.txt", "pods.json", "images.json", "templates.json"] {
+        assert!(files.lines().any(|file| file == format!("nacelle-debug/{name}")), "{name}: {files}");
+    }
+    assert!(files.contains(&format!("timelines/{pod}.json")), "{files}");
+    let content = run_program("tar", ["-xzOf", &archive]).ok();
+    assert!(content.contains("durationSeconds") && !content.contains("s3cret"));
+    assert_eq!(node.nacelle(&["debug", "bundle", "-o", &archive]).code, 1, "an existing file is kept");
+}
+
+#[test]
+fn commands_without_a_daemon() {
+    let directory = tempfile::tempdir().expect("there is a directory for temporary files");
+    let config = directory.path().join("config.toml");
+    let write = |text: &str| fs::write(&config, text).expect("it is ours");
+    let path = config.display().to_string();
+    write("[sandbox]\nboot_timeout = 30\n[images.registries.\"r.example\"]\nca_file = \"/nonexistent/ca.pem\"\n");
+    let report = nacelle(&["config", "check", &path, "-o", "json"]);
+    let value: Value = serde_json::from_str(&report.stdout).expect("it is JSON");
+    assert!(report.code == 1 && value["errors"].as_array().is_some_and(|errors| errors.len() == 2), "{value}");
+    assert_eq!((&value["errors"][0]["line"], &value["errors"][1]["line"]), (&2.into(), &4.into()));
+    let serve = nacelle(&["serve", "--config", &path]);
+    assert!(serve.code == 1 && serve.stderr.contains("line 4, column 11: images.registries"), "{serve:?}");
+    let default = nacelle(&["config", "default"]).ok();
+    assert!(default.contains("#memory_mib = 256"), "{default}");
+    write(&default);
+    assert_eq!(nacelle(&["config", "check", &path]).ok(), format!("{path}: valid"));
+
+    write(&format!("[paths]\nsocket = \"{}/socket\"\n", directory.path().display()));
+    let alone = nacelle(&["pods", "--config", &path]);
+    assert!(alone.code == 5 && alone.stderr.contains("is it running?"), "{alone:?}");
+
+    // The reader of the output ends early.
+    for arguments in [&["vm", "schema"][..], &["completion", "bash"]] {
+        let mut command = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+        let command = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("nacelle can be started");
+        drop(child.stdout.take());
+        let mut errors = String::new();
+        child.stderr.take().expect("it is a pipe").read_to_string(&mut errors).expect("it is text");
+        assert_eq!((child.wait().expect("it is ours").code(), errors.as_str()), (Some(141), ""));
+    }
+
+    let script = directory.path().join("completion");
+    fs::write(&script, nacelle(&["completion", "bash"]).ok()).expect("it is ours");
+    let complete =
+        "source \"$0\"; COMP_WORDS=(nacelle image l) COMP_CWORD=2; _nacelle nacelle l image; echo ${COMPREPLY[*]}";
+    assert_eq!(run_program("bash", ["-c", complete, &script.display().to_string()]).ok(), "load ls");
+    nacelle(&["man", &directory.path().display().to_string()]).ok();
+    assert!(directory.path().join("nacelle-image-ls.1").exists());
+
+    for program in ["nacelle-pod", "nacelle-keeper", "nacelle-unpack", "nacelle-agent"] {
+        let program_path = nacelle_e2e::path_from_env("NACELLE_BIN").with_file_name(program);
+        assert!(run_program(&program_path, ["--version"]).ok().starts_with(&format!("{program} ")));
+        assert!(run_program(&program_path, ["--help"]).ok().contains("Nacelle starts this program"));
+    }
+    assert_eq!(nacelle(&["--version"]).ok(), nacelle(&["version"]).ok());
+}

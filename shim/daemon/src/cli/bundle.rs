@@ -1,0 +1,261 @@
+//! Implements `nacelle debug bundle`: collects what a report of a fault needs into one archive. It has no credentials and no
+//! environment of containers, its size is bounded, and what cannot be collected is listed in it.
+
+use super::ExitStatus;
+use super::output::{TableView, print};
+use super::pods::PodList;
+use super::templates::TemplateList;
+use super::timeline::PodTimeline;
+use super::units::format_time;
+use super::{ConfigArgument, check, daemon, image, machines, version};
+use crate::config::Config;
+use anyhow::Context;
+use clap::Subcommand;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use nacelle_base::timeline::unix_nanos;
+use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use nacelle_proto::node;
+use nacelle_proto::node::node_client::NodeClient;
+use serde::Serialize;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tonic::transport::Channel;
+
+/// The largest size of a file in the archive, in bytes.
+const MAX_FILE: usize = 4 << 20;
+/// The largest size of all files together, in bytes.
+const MAX_TOTAL: usize = 64 << 20;
+/// The largest number of pods whose timelines are collected.
+const MAX_TIMELINES: usize = 200;
+/// The number of lines of the journal.
+const JOURNAL_LINES: &str = "5000";
+/// Files of the node that have no secrets.
+const NODE_FILES: &[&str] = &[
+    "/etc/os-release",
+    "/proc/version",
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+    "/proc/loadavg",
+    "/proc/filesystems",
+    "/proc/modules",
+    "/proc/pressure/cpu",
+    "/proc/pressure/io",
+    "/proc/pressure/memory",
+    "/sys/fs/cgroup/cgroup.controllers",
+    "/sys/fs/cgroup/cgroup.subtree_control",
+];
+
+#[derive(Subcommand)]
+pub(super) enum DebugCommand {
+    /// Collects version, configuration, checks, pods with timelines, images, templates, VMs, the daemon's journal and facts of the
+    /// node in an archive that only its owner can read. It has no credentials and no environment of containers.
+    Bundle {
+        /// The archive, which must not exist [default: nacelle-debug-TIME.tar.gz in the working directory].
+        #[arg(long, short, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+}
+
+/// Collects everything, and prints the path of the archive.
+pub(super) fn run(argument: &ConfigArgument, output: Option<PathBuf>) -> anyhow::Result<ExitStatus> {
+    let name = || format!("nacelle-debug-{}.tar.gz", format_time(unix_nanos()).unwrap_or_default().replace(':', ""));
+    let path = output.unwrap_or_else(|| name().into());
+    let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
+    let file = file.with_context(|| format!("cannot create {}", path.display()))?;
+    let mut bundle = Bundle::new(file);
+    let filled = collect(&mut bundle, argument).and_then(|()| bundle.finish());
+    if let Err(error) = filled {
+        // Half an archive would only mislead. The first error is reported.
+        let _ = std::fs::remove_file(&path);
+        return Err(error.context(format!("cannot write {}", path.display())));
+    }
+    print(&format!("{}\n", path.display()))?;
+    Ok(ExitStatus::Success)
+}
+
+fn collect(bundle: &mut Bundle<impl Write>, argument: &ConfigArgument) -> anyhow::Result<()> {
+    bundle.add_json("version.json", Ok(version::view()))?;
+    for path in NODE_FILES {
+        bundle.add("node", path.trim_start_matches('/'), read_limited(Path::new(path)))?;
+    }
+    bundle.add("", "journal.txt", read_journal())?;
+    let config = match argument.load() {
+        Ok(config) => config,
+        Err(error) => {
+            bundle.note("config.toml", &error);
+            return Ok(());
+        }
+    };
+    bundle.add("", "config.toml", redacted(&config))?;
+    let report = check::find_problems(&config);
+    bundle.add("", "check.txt", report.as_ref().map(|report| report.table().into_bytes()).map_err(copy_error))?;
+    bundle.add_json("check.json", report)?;
+    super::runtime()?.block_on(async {
+        match daemon::connect(&config.paths.socket).await {
+            Ok(channel) => collect_from_daemon(bundle, channel, &config).await,
+            Err(error) => {
+                bundle.note("pods.json", &error.into());
+                Ok(())
+            }
+        }
+    })
+}
+
+async fn collect_from_daemon(bundle: &mut Bundle<impl Write>, channel: Channel, config: &Config) -> anyhow::Result<()> {
+    let mut client = RuntimeServiceClient::new(channel.clone());
+    let pods = PodList::read(&mut client, config).await;
+    let ids: Vec<String> = pods.iter().flat_map(PodList::ids).take(MAX_TIMELINES).map(str::to_owned).collect();
+    bundle.add_json("pods.json", pods)?;
+    for id in ids {
+        bundle.add_json(&format!("timelines/{id}.json"), PodTimeline::read(&mut client, &id).await)?;
+    }
+    bundle.add_json("images.json", image::list(channel.clone()).await)?;
+    bundle.add_json("vms.json", machines::list(channel.clone()).await)?;
+    let listed = NodeClient::new(channel).list_templates(node::ListTemplatesRequest {}).await;
+    let listed = listed.map(|listed| TemplateList::new(listed.into_inner())).map_err(daemon::status_error);
+    bundle.add_json("templates.json", listed)
+}
+
+/// Returns the configuration with all defaults. The URLs of proxies are left out: they may contain passwords.
+fn redacted(config: &Config) -> anyhow::Result<Vec<u8>> {
+    let mut config = config.clone();
+    for proxy in [&mut config.images.http_proxy, &mut config.images.https_proxy] {
+        if proxy.as_ref().is_some_and(|proxy| !proxy.is_empty()) {
+            *proxy = Some("REDACTED".to_owned());
+        }
+    }
+    Ok(toml::to_string(&config).context("cannot format the configuration")?.into_bytes())
+}
+
+/// Returns the first bytes of a file.
+fn read_limited(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(u64::try_from(MAX_FILE)?).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns the end of the daemon's journal.
+fn read_journal() -> anyhow::Result<Vec<u8>> {
+    let mut command = Command::new("journalctl");
+    command.args(["--unit", "nacelle.service", "--no-pager", "--output", "short-iso", "--lines", JOURNAL_LINES]);
+    let output = command.stdin(Stdio::null()).output().context("cannot run journalctl")?;
+    anyhow::ensure!(output.status.success(), "journalctl ended with {}", output.status);
+    let start = output.stdout.len().saturating_sub(MAX_FILE);
+    Ok(output.stdout.get(start..).unwrap_or_default().to_vec())
+}
+
+fn copy_error(error: &anyhow::Error) -> anyhow::Error {
+    anyhow::anyhow!("{error:#}")
+}
+
+/// An archive that is being written.
+struct Bundle<W: Write> {
+    archive: tar::Builder<GzEncoder<W>>,
+    remaining: usize,
+    time: u64,
+    /// What could not be collected.
+    missing: String,
+}
+
+impl<W: Write> Bundle<W> {
+    fn new(to: W) -> Bundle<W> {
+        Bundle {
+            archive: tar::Builder::new(GzEncoder::new(to, Compression::default())),
+            remaining: MAX_TOTAL,
+            time: u64::try_from(unix_nanos() / 1_000_000_000).unwrap_or_default(),
+            missing: String::new(),
+        }
+    }
+
+    /// Notes that a file is missing.
+    fn note(&mut self, name: &str, error: &anyhow::Error) {
+        self.missing += &format!("{name}: {error:#}\n");
+    }
+
+    /// Adds a file, or notes why it is missing.
+    fn add(&mut self, directory: &str, name: &str, content: anyhow::Result<Vec<u8>>) -> anyhow::Result<()> {
+        let name = Path::new("nacelle-debug").join(directory).join(name);
+        match content {
+            Ok(content) if content.len() <= MAX_FILE && content.len() <= self.remaining => {
+                self.remaining -= content.len();
+                self.append(&name, &content)
+            }
+            Ok(content) => {
+                self.note(&name.display().to_string(), &anyhow::anyhow!("it has {} bytes", content.len()));
+                Ok(())
+            }
+            Err(error) => {
+                self.note(&name.display().to_string(), &error);
+                Ok(())
+            }
+        }
+    }
+
+    fn add_json<T: Serialize>(&mut self, name: &str, value: anyhow::Result<T>) -> anyhow::Result<()> {
+        self.add("", name, value.and_then(|value| Ok(serde_json::to_vec_pretty(&value)?)))
+    }
+
+    fn append(&mut self, name: &Path, content: &[u8]) -> anyhow::Result<()> {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(u64::try_from(content.len())?);
+        header.set_mode(0o600);
+        header.set_mtime(self.time);
+        Ok(self.archive.append_data(&mut header, name, content)?)
+    }
+
+    /// Writes the list of what is missing, and the end of the archive.
+    fn finish(mut self) -> anyhow::Result<()> {
+        let missing = std::mem::take(&mut self.missing);
+        if !missing.is_empty() {
+            self.append(Path::new("nacelle-debug/missing.txt"), missing.as_bytes())?;
+        }
+        self.archive.into_inner()?.finish()?.flush()?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flate2::read::GzDecoder;
+    use std::collections::BTreeMap;
+
+    fn unpack(bytes: &[u8]) -> BTreeMap<String, String> {
+        let mut archive = tar::Archive::new(GzDecoder::new(bytes));
+        let entries = archive.entries().unwrap().map(|entry| {
+            let mut entry = entry.unwrap();
+            assert_eq!(entry.header().mode().unwrap(), 0o600);
+            let mut text = String::new();
+            entry.read_to_string(&mut text).unwrap();
+            (entry.path().unwrap().display().to_string(), text)
+        });
+        entries.collect()
+    }
+
+    #[test]
+    fn a_bundle_lists_what_is_missing() {
+        let mut bytes = Vec::new();
+        let mut bundle = Bundle::new(&mut bytes);
+        bundle.add("node", "proc/version", Ok(b"Linux".to_vec())).unwrap();
+        bundle.add_json("pods.json", Err::<(), _>(anyhow::anyhow!("no daemon"))).unwrap();
+        bundle.add("", "large", Ok(vec![0; MAX_FILE + 1])).unwrap();
+        bundle.finish().unwrap();
+        let files = unpack(&bytes);
+        assert_eq!(files["nacelle-debug/node/proc/version"], "Linux");
+        let missing = &files["nacelle-debug/missing.txt"];
+        assert!(missing.contains("pods.json: no daemon") && missing.contains("large: it has"), "{missing}");
+        assert_eq!(files.len(), 2);
+    }
+
+    #[test]
+    fn no_password_is_in_the_configuration() {
+        let text = "[images]\nhttps_proxy = \"http://user:s3cret@proxy.example:1\"\n";
+        let config = Config::parse(text, Path::new("c.toml")).unwrap();
+        let redacted = String::from_utf8(redacted(&config).unwrap()).unwrap();
+        assert!(redacted.contains("https_proxy = \"REDACTED\"") && !redacted.contains("s3cret"), "{redacted}");
+    }
+}
