@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::executor::ContainerProgram;
 use super::late_mounts;
-use super::message::{CreateCommand, Refusal, RefusalKind};
+use super::message::{CreateCommand, MAX_REPORT, Refusal, RefusalKind};
 use super::process::CreatedProcess;
 use super::wire::receive_with_descriptors;
 use crate::rootfs::check_proc_mounts;
@@ -34,6 +34,12 @@ pub(super) fn create_container(request: &CreateCommand, stdio: Vec<OwnedFd>) -> 
     log::copy_errors_of_libcontainer(copy);
     let bundle = Path::new(paths::BUNDLES).join(&request.id);
     let failed = |error: libcontainer::error::LibcontainerError| {
+        let mut report = [0; MAX_REPORT];
+        let length = retry_interrupted(|| nix::unistd::read(&reason, &mut report)).unwrap_or(0);
+        // libcontainer's own error repeats this reason in each of its steps.
+        if let Some(refusal) = Refusal::from_report(report.get(..length).unwrap_or_default()) {
+            return refusal;
+        }
         let mut refusal = Refusal::internal("create the container", &error);
         let mut buffer = [0; MAX_LOG];
         if let Ok(length @ 1..) = retry_interrupted(|| nix::unistd::read(&causes, &mut buffer)) {
@@ -43,14 +49,6 @@ pub(super) fn create_container(request: &CreateCommand, stdio: Vec<OwnedFd>) -> 
             let description = String::from_utf8_lossy(buffer.get(..length.min(MAX_CAUSE)).unwrap_or_default());
             refusal.message =
                 format!("{}; libcontainer: {}", refusal.message, description.trim_end().replace('\n', "; "));
-        }
-        let mut code = [0];
-        if retry_interrupted(|| nix::unistd::read(&reason, &mut code)) == Ok(1) {
-            refusal.kind = match code[0] {
-                code if code == RefusalKind::NoSuchProgram as u8 => RefusalKind::NoSuchProgram,
-                code if code == RefusalKind::Unusable as u8 => RefusalKind::Unusable,
-                _ => RefusalKind::Internal,
-            };
         }
         refusal
     };

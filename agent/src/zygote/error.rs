@@ -29,8 +29,8 @@ pub enum ZygoteError {
         #[from]
         source: serde_json::Error,
     },
-    /// The child refused the request.
-    #[error("cannot create the process")]
+    /// The child refused the request. Its reason says which step failed.
+    #[error(transparent)]
     Refused {
         /// The child's reason.
         #[from]

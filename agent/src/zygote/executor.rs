@@ -1,7 +1,7 @@
 //! Does the last steps of a container's first process, as libcontainer's executor: checks the working directory, finds the program and
 //! executes it.
 //!
-//! libcontainer reports errors as text only, so the kind of a refusal is also written to a pipe, as one byte.
+//! libcontainer reports errors as text only, and repeats them, so a refusal is also written to a pipe.
 
 use libcontainer::oci_spec::runtime::Spec;
 use libcontainer::workload::{Executor, ExecutorError, ExecutorValidationError};
@@ -11,13 +11,13 @@ use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::message::RefusalKind;
+use super::message::{Refusal, RefusalKind};
 use crate::sys;
 
 /// Executes the program of a specification.
 #[derive(Clone)]
 pub(super) struct ContainerProgram {
-    /// A pipe for the kind of refusal.
+    /// A pipe for the refusal.
     pub report: Arc<OwnedFd>,
 }
 
@@ -91,9 +91,10 @@ impl Executor for ContainerProgram {
         let (args, env) = args_and_env(spec);
         let name = args.first().map(String::as_str).unwrap_or_default();
         let refused = |kind: RefusalKind, message: String| {
-            // If the byte is lost, the text still has the reason.
-            let _ = retry_interrupted(|| nix::unistd::write(&self.report, &[kind as u8]));
-            ExecutorValidationError::ArgValidationError(message)
+            let refusal = Refusal { message, kind };
+            // If the report is lost, libcontainer's text still has the reason.
+            let _ = retry_interrupted(|| nix::unistd::write(&self.report, &refusal.to_report()));
+            ExecutorValidationError::ArgValidationError(refusal.message)
         };
         // libcontainer has entered the working directory with all rights, and has checked it only by getcwd of the C library.
         let cwd = spec.process().as_ref().map(|process| process.cwd().display().to_string()).unwrap_or_default();

@@ -82,7 +82,7 @@ pub struct Refusal {
     pub kind: RefusalKind,
 }
 
-/// The kinds of refusal. The child's libcontainer process reports one as a byte.
+/// The kinds of refusal. The first process of a container reports one as a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RefusalKind {
     /// The program does not exist.
@@ -95,7 +95,24 @@ pub enum RefusalKind {
     Exhausted,
 }
 
+/// The largest report of a refusal in bytes, below what a pipe takes at once.
+pub(super) const MAX_REPORT: usize = 1024;
+
 impl Refusal {
+    /// Returns the bytes with which a container's first process reports this refusal: the kind, and the message.
+    pub(super) fn to_report(&self) -> Vec<u8> {
+        let text = self.message.as_bytes();
+        [&[self.kind as u8], text.get(..MAX_REPORT - 1).unwrap_or(text)].concat()
+    }
+
+    /// Reads a report; `None` if it is not one.
+    pub(super) fn from_report(report: &[u8]) -> Option<Refusal> {
+        let (code, text) = report.split_first()?;
+        let kinds = [RefusalKind::NoSuchProgram, RefusalKind::Unusable, RefusalKind::Internal, RefusalKind::Exhausted];
+        let kind = kinds.into_iter().find(|kind| *kind as u8 == *code)?;
+        (!text.is_empty()).then(|| Refusal { message: String::from_utf8_lossy(text).into_owned(), kind })
+    }
+
     /// A step failed that is not expected to fail.
     pub(super) fn internal(what: &str, error: &dyn std::error::Error) -> Refusal {
         Refusal { message: format!("cannot {what}: {}", Chain(error)), kind: RefusalKind::Internal }
@@ -110,5 +127,24 @@ impl Refusal {
                 "; a limit on processes is reached: pids.max of the container, the pod or the node, or RLIMIT_NPROC";
         }
         refusal
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_has_kind_and_reason() {
+        for kind in [RefusalKind::NoSuchProgram, RefusalKind::Unusable, RefusalKind::Internal, RefusalKind::Exhausted] {
+            let refusal = Refusal { message: "cannot run \"/x\"".into(), kind };
+            let read = Refusal::from_report(&refusal.to_report()).unwrap();
+            assert_eq!((read.kind, read.message), (kind, refusal.message));
+        }
+        let long = Refusal { message: "x".repeat(5000), kind: RefusalKind::Internal };
+        assert_eq!(long.to_report().len(), MAX_REPORT);
+        for report in [&[][..], &[0], &[200, b'x']] {
+            assert!(Refusal::from_report(report).is_none());
+        }
     }
 }
