@@ -151,10 +151,20 @@ impl Process {
             (_, Some(libc::SIGKILL)) if self.killed.load(Ordering::SeqCst) => ExitKind::Killed,
             (Some(0), _) if console.contains(PANIC_MESSAGE) => ExitKind::Panicked,
             (Some(0), _) => ExitKind::Shutdown,
-            _ => ExitKind::Died { code, signal, message: printable_tail(messages, MAX_MESSAGES_BYTES) },
+            _ => ExitKind::Died {
+                code,
+                signal,
+                message: without_warnings(&printable_tail(messages, MAX_MESSAGES_BYTES)),
+            },
         };
         MachineExit { how, console_tail: console.tail() }
     }
+}
+
+/// Removes the warnings from QEMU's messages: they are none of the reasons of its end, and would hide these.
+fn without_warnings(messages: &str) -> String {
+    let lines: Vec<&str> = messages.lines().filter(|line| !line.contains(": warning: ")).collect();
+    lines.join("\n")
 }
 
 /// A machine that is a process. Dropping it kills the process and waits for its end.

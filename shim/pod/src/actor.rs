@@ -143,6 +143,8 @@ pub struct PodActor {
     stop_replies: Vec<Reply<()>>,
     stop_requested: bool,
     boot: Option<AbortHandle>,
+    /// Why the VM failed to boot or ended by itself. Every later request receives it, so that none depends on its time.
+    end: Option<Failure>,
     containers: BTreeMap<String, ContainerEntry>,
     images: ImageTable,
     image_outcomes: BTreeMap<String, AttachOutcome>,
@@ -185,6 +187,7 @@ impl PodActor {
             stop_replies: Vec::new(),
             stop_requested: false,
             boot: None,
+            end: None,
             containers: BTreeMap::new(),
             images: ImageTable::default(),
             image_outcomes: BTreeMap::new(),
@@ -382,6 +385,7 @@ impl PodActor {
         if self.record.phase == Phase::Booting {
             tracing::error!("cannot boot the pod: {}", failure.message);
             self.record.failure.clone_from(&failure.message);
+            self.end.get_or_insert_with(|| failure.clone());
         }
         self.configure_replies.drain(..).for_each(|reply| send_reply(reply, Err(failure.clone())));
         self.apply_pod_event(PodEvent::BootFailed, Duration::ZERO);
@@ -393,6 +397,7 @@ impl PodActor {
             tracing::error!("the VM has ended: {why}");
             self.record.failure.clone_from(&why);
             let failure = Failure::from(PodError::Died { why: why.clone() });
+            self.end.get_or_insert_with(|| failure.clone());
             self.configure_replies.drain(..).for_each(|reply| send_reply(reply, Err(failure.clone())));
         }
         self.mark_all_lost(&why);
@@ -487,8 +492,11 @@ impl PodActor {
         }
     }
 
-    /// Returns the error for requests that the guest cannot serve now.
+    /// Returns the error for requests that the guest cannot serve now: the cause of the VM's end if it ended by itself.
     fn unavailable(&self) -> Failure {
+        if let Some(end) = &self.end {
+            return end.clone();
+        }
         let failure = match self.record.failure.as_str() {
             "" => String::new(),
             why => format!(": {why}"),

@@ -60,8 +60,8 @@ pub use nacelle_jail::disk_limits::check_disk_limits;
 pub use nacelle_jail::set_oom_score;
 pub use run_dir::{SOCKET_FILE, STREAM_SOCKET_FILE, create_jail, jail_dir, jailed};
 
-use nacelle_base::Chain;
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::{Chain, Classify};
 use nacelle_engine::Engine;
 use nacelle_engine::keeper::KeeperEngine;
 use nacelle_engine::kvm::KvmEngine;
@@ -115,9 +115,14 @@ pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Result<Arc<dy
     match process::run(dir, engine) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The parent process reads standard error, because there may be no other log yet.
-            tracing::error!("{}", Chain(&error));
-            ExitCode::FAILURE
+            let kind = error.kind();
+            let failure = Chain(&error).to_string();
+            tracing::error!("{failure}");
+            // The daemon reads the record and the exit code of a process that has not replied.
+            if let Err(error) = record::write_failed_start(dir, failure) {
+                tracing::warn!("cannot record why the pod process ends: {}", Chain(&error));
+            }
+            ExitCode::from(codes::exit_code(kind))
         }
     }
 }

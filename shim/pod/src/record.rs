@@ -2,6 +2,7 @@
 //! exit codes outlive the pod process; and `DIR/last.json`, the daemon's own record of how a pod ended whose process is
 //! gone.
 
+use crate::spec::PodSpec;
 use nacelle_base::files::{FileError, write_whole};
 use nacelle_base::jailed::{JailedDir, JailedFile};
 use nacelle_base::{Classify, FailureKind, PodId};
@@ -152,6 +153,15 @@ pub(crate) fn parse(bytes: &[u8], path: PathBuf) -> Result<SavedPodState, SavedS
 
 pub(crate) fn encode(record: &SavedPodState) -> Result<Vec<u8>, serde_json::Error> {
     serde_json::to_vec(&Stored::V1(record.clone()))
+}
+
+/// Records why a pod process ends before it serves its pod. Called by the pod process.
+pub(crate) fn write_failed_start(dir: &Path, failure: String) -> Result<(), SavedStateError> {
+    // A process that the daemon did not start for this directory must not replace the record of another.
+    let known = read(dir)?;
+    let Some(spec) = PodSpec::read_if_present(dir).ok().flatten().filter(|_| known.is_none()) else { return Ok(()) };
+    let record = SavedPodState { phase: Phase::Stopped, failure, ..SavedPodState::new(spec.id) };
+    record.write(dir)
 }
 
 impl SavedPodState {

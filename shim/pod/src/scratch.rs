@@ -75,6 +75,8 @@ pub enum ScratchError {
         bytes: u64,
         /// The error output.
         message: String,
+        /// The file system of the disk is full.
+        is_full: bool,
     },
 }
 
@@ -83,6 +85,7 @@ impl Classify for ScratchError {
         match self {
             ScratchError::File(error) => error.kind(),
             ScratchError::Start { .. } => FailureKind::Unavailable,
+            ScratchError::Format { is_full: true, .. } => FailureKind::Exhausted,
             ScratchError::Format { .. } => FailureKind::Internal,
         }
     }
@@ -118,6 +121,12 @@ pub fn create_volume_disk(path: &Path, draft: &Path, bytes: u64) -> Result<(), S
     created
 }
 
+/// Returns whether less than one MiB is free on the file system of a file, which no ext4 of a useful size needs: mkfs.ext4 says why it
+/// failed only in words.
+fn is_full(file: &File) -> bool {
+    nix::sys::statvfs::fstatvfs(file).is_ok_and(|room| room.blocks_available() * room.fragment_size() < 1 << 20)
+}
+
 fn format_ext4(file: &File, path: &Path, bytes: u64, options: &[&str]) -> Result<(), ScratchError> {
     file.set_len(bytes).map_err(at("resize", path))?;
     // mkfs.ext4 lies in a directory that is not in the PATH of every user.
@@ -127,7 +136,7 @@ fn format_ext4(file: &File, path: &Path, bytes: u64, options: &[&str]) -> Result
     let output = output.map_err(|source| ScratchError::Start { source })?;
     if !output.status.success() {
         let message = String::from_utf8_lossy(&output.stderr).trim().chars().take(500).collect();
-        return Err(ScratchError::Format { bytes, message });
+        return Err(ScratchError::Format { bytes, message, is_full: is_full(file) });
     }
     Ok(file.sync_all().map_err(at("write", path))?)
 }

@@ -13,6 +13,7 @@ use nacelle_base::task::run_blocking_or_panic;
 use nacelle_model::process::{PodProcess, ProcessIdentity};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
+use std::process::ExitStatus;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -139,15 +140,23 @@ pub async fn was_oom_killed(dir: &Path) -> bool {
 }
 
 /// Describes how a pod process died, as far as that is known.
-async fn describe_death(end: Option<ExitStatusWatch>) -> String {
+pub(super) async fn describe_death(end: Option<ExitStatusWatch>) -> String {
     let status = match end {
         // The process is gone; the task that reaps it is about to report.
         Some(mut end) => timeout(REAP_LIMIT, end.wait_for(Option::is_some)).await.ok().and_then(|s| *s.ok()?),
         None => None,
     };
-    match status.and_then(|status| status.signal()) {
-        Some(libc::SIGSYS) => "the pod process died of a system call that its seccomp filter forbids".to_owned(),
-        Some(signal) => format!("the pod process died of signal {signal}"),
-        None => "the pod process died".to_owned(),
+    describe_exit(status)
+}
+
+/// Describes how a pod process ended.
+pub(super) fn describe_exit(status: Option<ExitStatus>) -> String {
+    match status.map(|status| (status.signal(), status.code())) {
+        Some((Some(libc::SIGSYS), _)) => {
+            "the pod process died of a system call that its seccomp filter forbids".to_owned()
+        }
+        Some((Some(signal), _)) => format!("the pod process died of signal {signal}"),
+        Some((None, Some(code))) => format!("the pod process ended with exit code {code}"),
+        _ => "the pod process died".to_owned(),
     }
 }

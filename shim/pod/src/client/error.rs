@@ -3,7 +3,7 @@
 use crate::codes;
 use crate::error::PodError;
 use crate::identity::IdentityError;
-use crate::record::SavedStateError;
+use crate::record::{OUT_OF_MEMORY, SavedStateError};
 use crate::spec::PodSpecError;
 use crate::text::printable;
 use nacelle_base::files::FileError;
@@ -61,14 +61,26 @@ pub enum ClientError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The process ended before its first reply.
-    #[error("the pod process ended with {status} before its first reply; its log {} ends with: {tail}", log.display())]
+    #[error("the pod process ended with {status} before its first reply; see its log {}{tail}", log.display())]
     EndedBeforeReply {
         /// The exit status.
         status: ExitStatus,
         /// The log file of the process.
         log: PathBuf,
-        /// The last lines of the log.
+        /// ": " and the last lines of the log, or that it is empty.
         tail: String,
+    },
+    /// The process has ended since it was started.
+    #[error("{why}")]
+    Ended {
+        /// How it ended: "the pod process died of signal 9".
+        why: String,
+    },
+    /// The node's kernel killed the process, or another one of its cgroup, for lack of memory.
+    #[error("{OUT_OF_MEMORY} ({why})")]
+    OutOfMemory {
+        /// How it ended.
+        why: String,
     },
     /// The process that builds a template failed.
     #[error("the process that builds a template ended with {status}; its log ends with: {tail}")]
@@ -128,7 +140,10 @@ impl Classify for ClientError {
             ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } | ClientError::NotBuilt { .. } => {
                 FailureKind::Internal
             }
-            ClientError::NotRunning { .. } | ClientError::Connect { .. } => FailureKind::Unavailable,
+            ClientError::NotRunning { .. } | ClientError::Connect { .. } | ClientError::Ended { .. } => {
+                FailureKind::Unavailable
+            }
+            ClientError::OutOfMemory { .. } => FailureKind::Exhausted,
             ClientError::Stream { source, .. } => source.kind(),
             ClientError::Timeout { .. } => FailureKind::Timeout,
             ClientError::Cgroup { kind, .. }

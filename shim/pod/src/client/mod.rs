@@ -20,6 +20,7 @@ pub use streams::{Offer, RunningExec};
 pub use template::build_template;
 pub use unrecorded::end_unrecorded;
 
+use self::spawn::{ExitStatusWatch, exit_statuses};
 use crate::identity::{self, IdentityError};
 use crate::sys;
 use hyper_util::rt::TokioIo;
@@ -30,16 +31,19 @@ use nacelle_proto::{common, pod as proto};
 use proto::pod_client::PodClient as Rpc;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Response, Status};
 
 /// The limit for a connection to a process that runs.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// The pause between two attempts to connect to a listener whose queue is full.
 const CONNECT_PAUSE: Duration = Duration::from_millis(5);
+/// The limit from the end of a connection to the end of its process.
+const END_LIMIT: Duration = Duration::from_secs(2);
 /// The limit from SIGKILL to the end of a process.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// The maximum length of a Stats reply in bytes; the decoded message takes many times as much memory.
@@ -49,8 +53,11 @@ const MAX_STATS: usize = 512 << 10;
 #[derive(Clone, Debug)]
 pub struct PodClient {
     rpc: Rpc<Channel>,
+    dir: PathBuf,
     streams: JailedDir,
     identity: ProcessIdentity,
+    /// Its end, if this daemon started the process.
+    exit_status: Option<ExitStatusWatch>,
 }
 
 /// Connects to the process that serves this directory: exactly the one that was started, not another that has its pid.
@@ -76,7 +83,8 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
     let rpc = Rpc::new(channel)
         .max_decoding_message_size(wire::MAX_MESSAGE)
         .max_encoding_message_size(wire::MAX_LARGE_MESSAGE);
-    Ok(PodClient { rpc, streams, identity })
+    let exit_status = exit_statuses().get(dir).cloned();
+    Ok(PodClient { rpc, dir: dir.to_owned(), streams, identity, exit_status })
 }
 
 /// Connects to a socket of a pod process.
@@ -99,6 +107,24 @@ pub async fn connect_unix(path: &Path) -> io::Result<tokio::net::UnixStream> {
 }
 
 impl PodClient {
+    /// Returns the reply to a request. If the connection broke because the process has ended, that end is the error.
+    async fn send<T>(&self, request: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, ClientError> {
+        match request.await {
+            Ok(response) => Ok(response.into_inner()),
+            Err(status) => Err(self.explain(status).await),
+        }
+    }
+
+    /// Returns the cause of a failed request.
+    async fn explain(&self, status: Status) -> ClientError {
+        // The servers of Nacelle send no source with a status; tonic adds one when the connection fails.
+        let is_connection = std::error::Error::source(&status).is_some();
+        if is_connection && matches!(timeout(END_LIMIT, self.wait_for_exit()).await, Ok(Ok(()))) {
+            return ended(&self.dir, cleanup::describe_death(self.exit_status.clone()).await).await;
+        }
+        status.into()
+    }
+
     /// Returns the identity of the process.
     pub fn identity(&self) -> &ProcessIdentity {
         &self.identity
@@ -106,17 +132,17 @@ impl PodClient {
 
     /// Sends the pod its network and waits until the guest is configured.
     pub async fn configure(&self, request: proto::ConfigureRequest) -> Result<proto::ConfigureResponse, ClientError> {
-        Ok(self.rpc.clone().configure(request).await?.into_inner())
+        self.send(self.rpc.clone().configure(request)).await
     }
 
     /// Returns the state of the pod; answers while other requests wait.
     pub async fn state(&self) -> Result<proto::PodState, ClientError> {
-        Ok(self.rpc.clone().state(common::Empty {}).await?.into_inner())
+        self.send(self.rpc.clone().state(common::Empty {})).await
     }
 
     /// Streams the state of the pod, now and after every change; the stream ends with the process.
     pub async fn watch(&self) -> Result<tonic::Streaming<proto::PodState>, ClientError> {
-        Ok(self.rpc.clone().watch(common::Empty {}).await?.into_inner())
+        self.send(self.rpc.clone().watch(common::Empty {})).await
     }
 
     /// Creates a container, up to its first instruction. Opens the files of its images and sends them first, unless the request
@@ -126,28 +152,25 @@ impl PodClient {
         request: proto::CreateContainerRequest,
     ) -> Result<common::CreateContainerResponse, ClientError> {
         let offers = if request.images_by_path { Vec::new() } else { self.offer_images(&request).await? };
-        let created = self.rpc.clone().create_container(request).await?.into_inner();
+        let created = self.send(self.rpc.clone().create_container(request)).await?;
         drop(offers);
         Ok(created)
     }
 
     /// Starts a created container.
     pub async fn start_container(&self, id: &str) -> Result<(), ClientError> {
-        self.rpc.clone().start_container(container_ref(id)).await?;
-        Ok(())
+        self.send(self.rpc.clone().start_container(container_ref(id))).await.map(drop)
     }
 
     /// Sends the stop signal, waits `grace`, then sends SIGKILL; returns when the container has exited.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), ClientError> {
         let request = proto::StopContainerRequest { id: id.to_owned(), timeout_ms: millis(grace) };
-        self.rpc.clone().stop_container(request).await?;
-        Ok(())
+        self.send(self.rpc.clone().stop_container(request)).await.map(drop)
     }
 
     /// Kills and removes a container.
     pub async fn remove_container(&self, id: &str) -> Result<(), ClientError> {
-        self.rpc.clone().remove_container(container_ref(id)).await?;
-        Ok(())
+        self.send(self.rpc.clone().remove_container(container_ref(id))).await.map(drop)
     }
 
     /// Runs a command in a container to its end. A `timeout` of `None` means no limit.
@@ -160,43 +183,39 @@ impl PodClient {
         let timeout_ms = timeout.map_or(0, |limit| millis(limit).max(1));
         let request = proto::ExecSyncRequest { id: id.to_owned(), args, timeout_ms };
         let mut rpc = self.rpc.clone().max_decoding_message_size(wire::MAX_LARGE_MESSAGE);
-        Ok(rpc.exec_sync(request).await?.into_inner())
+        self.send(rpc.exec_sync(request)).await
     }
 
     /// Changes the limits of a container.
     pub async fn update_container(&self, request: common::UpdateContainerRequest) -> Result<(), ClientError> {
-        self.rpc.clone().update_container(request).await?;
-        Ok(())
+        self.send(self.rpc.clone().update_container(request)).await.map(drop)
     }
 
     /// Sets the number of vCPUs that are online.
     pub async fn set_processors(&self, count: u32) -> Result<(), ClientError> {
-        self.rpc.clone().set_processors(common::SetProcessorsRequest { count }).await?;
-        Ok(())
+        self.send(self.rpc.clone().set_processors(common::SetProcessorsRequest { count })).await.map(drop)
     }
 
     /// Sets how many bytes of the VM's hot-plug memory are in use; returns how many are in use then.
     pub async fn set_memory(&self, bytes: u64) -> Result<u64, ClientError> {
-        Ok(self.rpc.clone().set_memory(proto::SetMemoryRequest { bytes }).await?.into_inner().bytes)
+        Ok(self.send(self.rpc.clone().set_memory(proto::SetMemoryRequest { bytes })).await?.bytes)
     }
 
     /// Changes the size of a terminal.
     pub async fn resize(&self, request: common::ResizeRequest) -> Result<(), ClientError> {
-        self.rpc.clone().resize(request).await?;
-        Ok(())
+        self.send(self.rpc.clone().resize(request)).await.map(drop)
     }
 
     /// Returns the resource usage of the containers.
     pub async fn stats(&self) -> Result<proto::StatsResponse, ClientError> {
         let mut rpc = self.rpc.clone().max_decoding_message_size(MAX_STATS);
-        Ok(rpc.stats(common::Empty {}).await?.into_inner())
+        self.send(rpc.stats(common::Empty {})).await
     }
 
     /// Stops the containers and the VM; returns when the VM is gone and the state is recorded. The process ends right
     /// afterwards; [`PodClient::wait_for_exit`] waits for that.
     pub async fn stop(&self, grace: Duration) -> Result<(), ClientError> {
-        self.rpc.clone().stop(proto::StopRequest { timeout_ms: millis(grace) }).await?;
-        Ok(())
+        self.send(self.rpc.clone().stop(proto::StopRequest { timeout_ms: millis(grace) })).await.map(drop)
     }
 
     /// Waits, up to a minute, until the process has ended.
@@ -205,6 +224,14 @@ impl PodClient {
         let pid = self.identity.pid;
         let failed = |source| IdentityError::Process { what: "wait for", pid, source };
         Ok(wait_for_exit(pidfd).await?.map_err(failed)?)
+    }
+}
+
+/// Returns the error for a request to a process that has ended like this.
+async fn ended(dir: &Path, why: String) -> ClientError {
+    match was_oom_killed(dir).await {
+        true => ClientError::OutOfMemory { why },
+        false => ClientError::Ended { why },
     }
 }
 

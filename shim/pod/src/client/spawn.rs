@@ -1,9 +1,14 @@
 //! Starts a pod process and waits for its first reply. The process runs on when the daemon ends.
 
-use super::{ClientError, PodClient, connect};
+use super::cleanup::describe_exit;
+use super::error::MAX_TEXT;
+use super::{ClientError, PodClient, connect, ended};
+use crate::codes;
 use crate::identity::{self, IdentityError};
+use crate::record;
 use crate::spec::PodSpec;
 use crate::sys;
+use crate::text::printable;
 use nacelle_base::files::at;
 use nacelle_base::jailed::JailedDir;
 use nacelle_base::task::run_blocking_or_panic;
@@ -11,6 +16,7 @@ use nacelle_model::process::{PodProcess, ProcessIdentity};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -102,9 +108,10 @@ async fn wait_for_first_reply(mut child: Child, dir: &Path) -> Result<PodClient,
     let deadline = Instant::now() + START_LIMIT;
     let failure = loop {
         match connect(dir).await {
-            Ok(client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
+            Ok(mut client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
                 // This task alone reaps the process while this daemon lives; afterwards init does.
                 let (sender, status) = watch::channel(None);
+                client.exit_status = Some(status.clone());
                 exit_statuses().insert(dir.to_owned(), status);
                 tokio::spawn(async move { sender.send_replace(child.wait().await.ok()) });
                 return Ok(client);
@@ -113,8 +120,7 @@ async fn wait_for_first_reply(mut child: Child, dir: &Path) -> Result<PodClient,
             Err(error) => break error,
         }
         if let Ok(Some(status)) = child.try_wait() {
-            let log_end = log_tail(dir).unwrap_or_default();
-            return Err(ClientError::EndedBeforeReply { status, log: log_path, tail: log_end });
+            return Err(describe_failed_start(dir, status, log_path).await);
         }
         if Instant::now() >= deadline {
             break ClientError::Timeout { what: "reply", limit: START_LIMIT };
@@ -123,6 +129,22 @@ async fn wait_for_first_reply(mut child: Child, dir: &Path) -> Result<PodClient,
     };
     kill_child(child).await;
     Err(failure)
+}
+
+/// Returns why a process ended before its first reply: the signal, what it recorded, or else the end of its log.
+async fn describe_failed_start(dir: &Path, status: ExitStatus, log: PathBuf) -> ClientError {
+    if status.signal().is_some() {
+        return ended(dir, describe_exit(Some(status))).await;
+    }
+    // The process has written the record: an unusable one is none.
+    let recorded = record::read(dir).ok().flatten().map(|record| printable(&record.failure, MAX_TEXT));
+    match (recorded.filter(|failure| !failure.is_empty()), status.code().and_then(codes::kind_of_exit_code)) {
+        (Some(message), Some(kind)) => ClientError::Rejected { kind, message },
+        _ => {
+            let tail = log_tail(dir).filter(|tail| !tail.is_empty()).map(|tail| format!(": {tail}"));
+            ClientError::EndedBeforeReply { status, log, tail: tail.unwrap_or_else(|| ", which is empty".to_owned()) }
+        }
+    }
 }
 
 /// Returns the identity of the pod process and the resources that this specification gives it.

@@ -16,8 +16,12 @@ use tokio::time::timeout;
 impl PodClient {
     /// Starts a command in a container; [`PodClient::open_stream`] opens its streams.
     pub async fn exec(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
-        let mut events = self.rpc.clone().exec(request).await?.into_inner();
-        match events.message().await?.and_then(|event| event.event) {
+        let mut events = self.send(self.rpc.clone().exec(request)).await?;
+        let first = match events.message().await {
+            Ok(first) => first,
+            Err(status) => return Err(self.explain(status).await),
+        };
+        match first.and_then(|event| event.event) {
             Some(proto::exec_event::Event::Started(exec_id)) => Ok(RunningExec { exec_id, events }),
             _ => Err(ended_early()),
         }
