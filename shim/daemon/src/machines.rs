@@ -63,7 +63,7 @@ impl PodRuntime for Node {
         let process = NodeStreams::new(self.clone()).exec(&exec).await.map_err(PodRuntimeError::new)?;
         let ProcessStreams { stdout: Some(stdout), stderr: Some(stderr), end, .. } = process else {
             // Unreachable: a requested stream is open, or its error was returned.
-            return Err(PodRuntimeError::new(LifecycleError::NotRunning { id }));
+            return Err(PodRuntimeError::new(LifecycleError::NotRunning { id, why: String::new() }));
         };
         Ok(ExecStreams { stdout, stderr, exit_code: Box::pin(async move { end.await.map_err(PodRuntimeError::new) }) })
     }

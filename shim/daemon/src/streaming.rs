@@ -60,7 +60,7 @@ impl NodeStreams {
         match streams.open_all([true, true, false]).await? {
             [Some(input), Some(output), _] => Ok((input, output)),
             // Unreachable: a requested stream is open, or its error was returned.
-            _ => Err(LifecycleError::NotRunning { id: running.id.to_string() }),
+            _ => Err(LifecycleError::NotRunning { id: running.id.to_string(), why: String::new() }),
         }
     }
 

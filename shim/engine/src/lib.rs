@@ -20,6 +20,7 @@ mod exit_latch;
 #[cfg(feature = "fake")]
 pub mod fake;
 pub mod host;
+mod initrd_check;
 pub mod keeper;
 mod kernel_check;
 pub mod kvm;
@@ -33,6 +34,7 @@ mod spec;
 
 pub use console::log_tail;
 pub use error::{EngineError, LinkError};
+pub use initrd_check::{InitrdError, check_initrd};
 pub use kernel_check::{KernelError, check_kernel};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable,

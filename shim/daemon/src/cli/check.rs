@@ -13,8 +13,10 @@ use crate::user_range::check_user_range;
 use nacelle_base::Chain;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_engine::probe::{self, KvmVerdict};
+use nacelle_engine::{check_initrd, check_kernel as check_kernel_file};
 use nacelle_machines::MachineSettings;
 use nacelle_pod::check_idmapped_mounts;
+use std::fs::File;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -56,9 +58,15 @@ pub(super) fn find_problems(config: &Config) -> anyhow::Result<CheckReport> {
         findings.extend(check_engine_host(&engine.agent));
     }
     for (name, handler) in config.handlers.iter().filter(|(_, handler)| handler.engine != EngineSetting::Host) {
-        for (what, path) in [("kernel", &handler.kernel), ("initrd", &handler.initrd)] {
-            findings.push(check_guest_file(name, what, path, config.jail.user_count > 0));
-        }
+        let (engine, memory) =
+            (handler.engine.or(engine.fitting), u32::try_from(handler.memory_mib).unwrap_or(u32::MAX));
+        let for_all = config.jail.user_count > 0;
+        findings.push(check_guest_file(name, "kernel", &handler.kernel, for_all, |file| {
+            check_kernel_file(file, memory, engine).map_err(|error| Chain(&error).to_string())
+        }));
+        findings.push(check_guest_file(name, "initrd", &handler.initrd, for_all, |file| {
+            check_initrd(file).map_err(|error| Chain(&error).to_string())
+        }));
         findings.extend(check_huge_pages(name, handler));
     }
     findings.push(check_tap());
@@ -311,8 +319,15 @@ fn check_qemu(program: &Path, needs: bool) -> Finding {
     }
 }
 
-/// Checks the kernel or the initramfs of a handler. With `for_all`, users other than root must be able to read it.
-fn check_guest_file(handler: &str, what: &'static str, path: &Path, for_all: bool) -> Finding {
+/// Checks the kernel or the initramfs of a handler, its headers by `verify`. With `for_all`, users other than root must be able to
+/// read it.
+fn check_guest_file(
+    handler: &str,
+    what: &'static str,
+    path: &Path,
+    for_all: bool,
+    verify: impl FnOnce(&File) -> Result<(), String>,
+) -> Finding {
     match std::fs::metadata(path) {
         Ok(data) if data.is_file() && for_all && data.mode() & 0o004 == 0 => {
             let path = path.display();
@@ -320,8 +335,18 @@ fn check_guest_file(handler: &str, what: &'static str, path: &Path, for_all: boo
             finding(Severity::Fail, what, format!("handler {handler}: {path}: {why}; run chmod o+r {path}"))
         }
         Ok(data) if data.is_file() => {
-            let size = format!("{} ({}, handler {handler})", path.display(), format_bytes(data.len()));
-            finding(Severity::Ok, what, size)
+            let verified = File::open(path).map_err(|error| error.to_string()).and_then(|file| verify(&file));
+            match verified {
+                Ok(()) => {
+                    let size = format!("{} ({}, handler {handler})", path.display(), format_bytes(data.len()));
+                    finding(Severity::Ok, what, size)
+                }
+                Err(why) => {
+                    let path = path.display();
+                    let advice = format!("install it again, or correct handlers.{handler}.{what}");
+                    finding(Severity::Fail, what, format!("handler {handler}: {path}: {why}; {advice}"))
+                }
+            }
         }
         Ok(_) => finding(Severity::Fail, what, format!("handler {handler}: {} is not a regular file", path.display())),
         Err(error) => finding(
@@ -532,12 +557,17 @@ mod tests {
     #[test]
     fn pod_processes_need_a_readable_kernel() {
         let kernel = tempfile::NamedTempFile::new().unwrap();
-        let check = |for_all| check_guest_file("h", "kernel", kernel.path(), for_all);
+        let check = |for_all| check_guest_file("h", "kernel", kernel.path(), for_all, |_| Ok(()));
         let found = check(true);
         assert!(found.severity == Severity::Fail && found.message.contains("chmod o+r"), "{found}");
         assert!(check(false).severity == Severity::Ok);
         std::fs::set_permissions(kernel.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(check(true).severity == Severity::Ok);
+        let found = check_guest_file("h", "initrd", kernel.path(), true, |file| {
+            check_initrd(file).map_err(|error| Chain(&error).to_string())
+        });
+        let words = "neither a cpio archive nor compressed; install it again, or correct handlers.h.initrd";
+        assert!(found.severity == Severity::Fail && found.message.contains(words), "{found}");
     }
 
     #[test]

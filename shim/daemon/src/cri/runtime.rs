@@ -2,13 +2,14 @@
 
 use super::Cri;
 use super::status::{refuse, status};
-use crate::config::{CgroupDriver, EngineSetting, HostNamespaces};
+use crate::config::{CgroupDriver, HostNamespaces};
+use crate::lifecycle::GuestFiles;
 use nacelle_base::machine::EngineKind;
+use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Chain, FailureKind};
 use nacelle_proto::cri;
 use serde_json::json;
 use std::collections::HashMap;
-use std::path::PathBuf;
 use tonic::Status;
 
 /// Version of kubelet's runtime API in the first field of Version; it has never changed.
@@ -32,7 +33,7 @@ impl Cri {
             Ok(()) => condition("NetworkReady", None),
             Err(error) => condition("NetworkReady", Some(("NetworkPluginNotReady", Chain(&error).to_string()))),
         };
-        let missing = find_missing_file(services).await;
+        let missing = find_unusable_file(services).await;
         let runtime = match missing {
             None => condition("RuntimeReady", None),
             Some(why) => condition("RuntimeReady", Some(("GuestMissing", why))),
@@ -99,27 +100,24 @@ impl Cri {
     }
 }
 
-/// Returns what is missing if no pod could start without it.
-async fn find_missing_file(services: &crate::lifecycle::NodeServices) -> Option<String> {
-    let config = &services.config;
-    let mut needed = Vec::new();
-    if let Some((name, handler)) = config.handler("") {
-        needed.push(match handler.engine.or(services.engine.fitting) {
-            EngineKind::Kvm => (name, "the device of engine kvm", PathBuf::from("/dev/kvm")),
-            EngineKind::Qemu => (name, "the engine", services.engine.qemu.clone()),
-            EngineKind::Host => (name, "the agent", services.engine.agent.clone()),
-        });
-        if handler.engine != EngineSetting::Host {
-            needed.push((name, "the guest's kernel", handler.kernel.clone()));
-            needed.push((name, "the guest's initrd", handler.initrd.clone()));
-        }
+/// Returns what is missing or damaged if no pod of the default handler can start.
+async fn find_unusable_file(services: &crate::lifecycle::NodeServices) -> Option<String> {
+    let (name, handler) = services.config.handler("")?;
+    let engine = handler.engine.or(services.engine.fitting);
+    if engine == EngineKind::Host {
+        let agent = &services.engine.agent;
+        let is_missing = tokio::fs::metadata(agent).await.is_err();
+        return is_missing.then(|| format!("handler {name}: the agent {} does not exist; install it", agent.display()));
     }
-    for (whose, what, path) in needed {
-        if tokio::fs::metadata(&path).await.is_err() {
-            return Some(format!("{what} {} does not exist (handler {whose})", path.display()));
-        }
-    }
-    None
+    let files = GuestFiles {
+        engine,
+        qemu: services.engine.qemu.clone(),
+        kernel: handler.kernel.clone(),
+        initrd: handler.initrd.clone(),
+        memory_mib: u32::try_from(handler.memory_mib).unwrap_or(u32::MAX),
+    };
+    let checked = run_blocking_or_panic(move || files.check()).await;
+    checked.err().map(|error| format!("handler {name}: {}", Chain(&error)))
 }
 
 fn condition(name: &str, problem: Option<(&str, String)>) -> cri::RuntimeCondition {

@@ -21,7 +21,7 @@ impl Cri {
     ) -> Result<cri::ContainerStatsResponse, Status> {
         let requested = required("container_id", &request.container_id)?;
         let (id, view) = self.node.container(requested).map_err(status)?;
-        let not_running = || status(LifecycleError::NotRunning { id: id.to_string() });
+        let not_running = || status(LifecycleError::NotRunning { id: id.to_string(), why: String::new() });
         let record = view.containers.get(&id).filter(|record| record.state == ContainerState::Running);
         let record = record.ok_or_else(not_running)?;
         let limit = self.node.services().request_timeout();

@@ -15,6 +15,7 @@ pub use context::engine::EngineChoice;
 pub(crate) use context::error::at;
 pub use context::error::{LifecycleError, StepError};
 pub use context::events::{self, Event, EventKind, Events};
+pub use context::guest_files::{GuestFileError, GuestFiles};
 pub(crate) use context::request::ask;
 pub use context::services;
 pub(crate) use context::text::lead_with_reason;

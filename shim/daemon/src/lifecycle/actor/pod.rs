@@ -131,9 +131,10 @@ impl Actor {
             Err(error) => {
                 self.step(PodEvent::ForgetFailed).await;
                 answer_all(&mut self.wait_removed, &Err(error.clone()));
-                answer_all(&mut self.wait_ready, &Err(error));
+                // The boot failed first: what could not be forgotten after it is not the cause.
+                let cause = self.boot_error.take().unwrap_or(error);
+                answer_all(&mut self.wait_ready, &Err(cause));
                 // No request waits any more, so the next `settle` does not retry by itself.
-                self.boot_error = None;
                 self.pod.was_ready = true;
             }
         }

@@ -1,5 +1,6 @@
 //! Defines the errors of operations on pods and containers, and their kinds for the caller.
 
+use super::guest_files::GuestFileError;
 use crate::hugepages::HugepagesExhausted;
 use crate::oci::OciError;
 use nacelle_base::files::FileError;
@@ -95,10 +96,12 @@ pub enum LifecycleError {
         source: Arc<std::io::Error>,
     },
     /// The container does not run.
-    #[error("container {id} does not run")]
+    #[error("container {id} does not run{why}")]
     NotRunning {
         /// The container's id.
         id: String,
+        /// ": " and how it ended, or empty.
+        why: String,
     },
     /// The start was cancelled.
     #[error("the pod was stopped while it was booting")]
@@ -410,6 +413,9 @@ pub enum StepError {
     /// The pod process failed.
     #[error(transparent)]
     Pod(#[from] Arc<ClientError>),
+    /// A file from which the VM starts is missing or damaged.
+    #[error(transparent)]
+    GuestFile(#[from] Arc<GuestFileError>),
     /// The network failed.
     #[error(transparent)]
     Net(#[from] Arc<NetError>),
@@ -457,7 +463,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
+from!(ClientError => Pod, GuestFileError => GuestFile, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
 
 /// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -474,6 +480,7 @@ impl Classify for StepError {
     fn kind(&self) -> FailureKind {
         match self {
             StepError::Pod(error) => error.kind(),
+            StepError::GuestFile(error) => error.kind(),
             StepError::Net(error) => error.kind(),
             StepError::Image(error) => error.kind(),
             StepError::Store(error) => error.kind(),

@@ -4,6 +4,7 @@
 pub(crate) mod engine;
 pub(crate) mod error;
 pub mod events;
+pub mod guest_files;
 pub(crate) mod request;
 pub mod services;
 pub(crate) mod text;

@@ -1,6 +1,7 @@
 //! Defines what the lifecycle needs of the node besides the image store, pod processes and networks, as two narrow traits, and
 //! implements them. All pods share the implementations.
 
+use super::guest_files::{GuestFileError, GuestFiles};
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Classify, PodId};
@@ -29,6 +30,11 @@ pub trait Pods: Send + Sync + 'static {
     /// Spawns the process of this directory, which begins after `admit` has succeeded. On failure no process is left. Must be
     /// awaited to its end.
     async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError>;
+
+    /// Checks the files from which a VM is about to start.
+    async fn check_files(&self, _files: GuestFiles) -> Result<(), GuestFileError> {
+        Ok(())
+    }
 
     /// Runs the process that builds a template in `dir`, an empty directory, and waits for its end. If the future is dropped, no process
     /// is left.
@@ -131,6 +137,10 @@ impl Pods for Processes {
             }
         })
         .await
+    }
+
+    async fn check_files(&self, files: GuestFiles) -> Result<(), GuestFileError> {
+        run_blocking_or_panic(move || files.check()).await
     }
 
     async fn build_template(&self, dir: &Path, spec: &TemplateSpec, limit: Duration) -> Result<(), ClientError> {

@@ -6,6 +6,7 @@ use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::view::View;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, ContainerId, PodId};
+use nacelle_model::record::ContainerRecord;
 use nacelle_model::state;
 use nacelle_pod::client::PodClient;
 use std::sync::Arc;
@@ -40,6 +41,13 @@ impl Running {
     }
 }
 
+/// Describes how a container has ended, for the end of a message.
+fn describe_end(record: &ContainerRecord) -> String {
+    let message = Some(record.message.as_str()).filter(|message| !message.is_empty());
+    let message = message.map(|message| format!(": {message}")).unwrap_or_default();
+    format!(": it ended with exit code {}{message}", record.exit_code)
+}
+
 impl Node {
     /// Returns a running container.
     pub(crate) fn running(&self, id: &str) -> Result<Running, LifecycleError> {
@@ -51,7 +59,10 @@ impl Node {
                 let log = LogPath::of(&view.pod, record);
                 Ok(Running { id, client: client.clone(), tty, stdin, stdin_once, log, view: handle.view })
             }
-            _ => Err(LifecycleError::NotRunning { id: id.to_string() }),
+            (_, record) => {
+                let why = record.filter(|record| record.state == state::ContainerState::Exited).map(describe_end);
+                Err(LifecycleError::NotRunning { id: id.to_string(), why: why.unwrap_or_default() })
+            }
         }
     }
 

@@ -10,18 +10,19 @@ use crate::config::Handler;
 use crate::hugepages;
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, MAX_KERNEL_BYTES, at};
+use crate::lifecycle::context::guest_files::GuestFiles;
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::template::TemplateOutcome;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Timeline, TimelineStep};
-use nacelle_base::{Chain, files};
+use nacelle_base::{Chain, PodId, files};
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::resources::VmResources;
 use nacelle_net::{Attachment, InterfaceUsage, PodRef};
-use nacelle_pod::client::PodClient;
+use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::run_dir::{self, RUN_BYTES};
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::pod::ConfigureResponse;
@@ -40,6 +41,9 @@ pub(crate) struct BootedPod {
     pub machine: VmResources,
 }
 
+/// The step that creates the VM.
+const START: &str = "start the machine of the pod";
+
 /// The longest name of a boot step in bytes; a pod process may report anything.
 const STEP_NAME: usize = 64;
 
@@ -56,6 +60,9 @@ pub(crate) async fn boot(
     let mut spec = prepare(&services, &pod, &cancel, &timeline).await?;
     let template = services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await;
     spec.template = template.as_ref().map(|found| found.template.clone());
+    if let Some(files) = GuestFiles::of_pod(&spec) {
+        services.pods.check_files(files).await.map_err(at(START))?;
+    }
     let StartedPod { client, attached, joined } = start(&services, &pod, &spec, &timeline, admit).await?;
     let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await;
     if let Some(found) = &template
@@ -159,7 +166,7 @@ async fn start(
                 None => Ok(Ok(of_node())),
             }
         });
-    let client = client.map_err(at("start the machine of the pod"))?;
+    let client = client.map_err(at(START))?;
     let mut attached = attached
         .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
         .map_err(at("attach the pod to its network"))?;
@@ -224,7 +231,10 @@ async fn configure(
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
     };
-    let mut configured = configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })?.map_err(at(step))?;
+    let mut configured = match configured.map_err(|_elapsed| LifecycleError::TooSlow { step, limit })? {
+        Ok(configured) => configured,
+        Err(error) => return Err(at(step)(with_memory(services, id, error).await)),
+    };
     if own_kernel(config).is_some()
         && let Err(error) = kernel::forget(&services.pod_dir(id)).await
     {
@@ -238,6 +248,15 @@ async fn configure(
         failed: false,
     }));
     Ok(configured)
+}
+
+/// Returns the error of a VM that has ended while it booted: that the node's kernel killed it for lack of memory, if it did.
+async fn with_memory(services: &NodeServices, id: &PodId, error: ClientError) -> ClientError {
+    let is_known = matches!(error, ClientError::OutOfMemory { .. });
+    match !is_known && services.pods.out_of_memory(&services.pod_dir(id)).await {
+        true => ClientError::OutOfMemory { why: Chain(&error).to_string() },
+        false => error,
+    }
 }
 
 async fn make_directories(dir: PathBuf, logs: Option<PathBuf>, bytes: u64) -> Result<(), LifecycleError> {

@@ -138,7 +138,7 @@ impl Actor {
                     return Err(LifecycleError::NotFound { what: "target container", id: target.clone() });
                 };
                 if entry.record.state != ContainerState::Running {
-                    return Err(LifecycleError::NotRunning { id: target.clone() });
+                    return Err(LifecycleError::NotRunning { id: target.clone(), why: String::new() });
                 }
             }
             PidMode::Pod | PidMode::Own => {}

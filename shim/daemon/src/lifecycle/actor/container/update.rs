@@ -90,7 +90,7 @@ impl Actor {
             (client, _) => {
                 let error = match client {
                     None if there => not_ready,
-                    _ => LifecycleError::NotRunning { id: id.to_string() },
+                    _ => LifecycleError::NotRunning { id: id.to_string(), why: String::new() },
                 };
                 for (_, answer) in entry.updates.drain(..) {
                     drop(answer.send(Err(error.clone())));
