@@ -182,7 +182,7 @@ pub enum ImageError {
         want: u64,
     },
     /// No byte was received within the time limit.
-    #[error("{url} sent nothing for {seconds} seconds")]
+    #[error("{url} sent nothing for {seconds} s; check the network to it, or raise images.progress_timeout")]
     Timeout {
         /// The URL without its query.
         url: String,
@@ -190,7 +190,7 @@ pub enum ImageError {
         seconds: u64,
     },
     /// The registry answered with an error status.
-    #[error("{url} answered {status}{message}")]
+    #[error("{url} answered {status}{message}{}", advice(*status))]
     Status {
         /// The URL without its query.
         url: String,
@@ -224,7 +224,9 @@ pub enum ImageError {
         limit: usize,
     },
     /// The content does not match its digest. None of it is kept.
-    #[error("{what} is damaged: its digest is {got}")]
+    #[error(
+        "{what} is damaged: its digest is {got}; check where it comes from: the registry, a mirror, a proxy or the archive"
+    )]
     Digest {
         /// The name of the content, with the expected digest.
         what: String,
@@ -340,6 +342,17 @@ pub enum ImageError {
     /// A blocking task panicked or was cancelled.
     #[error(transparent)]
     Task(#[from] TaskError),
+}
+
+/// Returns the remedy for an HTTP status of a registry.
+fn advice(status: u16) -> &'static str {
+    match status {
+        401 | 403 => "; the pod needs other imagePullSecrets, or the registry other credentials",
+        404 => "; check the name and the tag of the image",
+        429 => "; the registry limits pulls: use credentials or a mirror (images.registries)",
+        500.. => "; the registry has failed: see its log",
+        _ => "",
+    }
 }
 
 impl Classify for ImageError {

@@ -68,8 +68,8 @@ fn whatever_the_second_plugin_does_the_first_is_taken_back() {
         }
         for (mode, status, said) in [
             ("plain", "exit status: 3", "no such luck"),
-            ("silent", "exit status: 4", ""),
-            ("suicide", "signal: 9", ""),
+            ("silent", "exit status: 4", "it printed nothing"),
+            ("suicide", "signal: 9", "it printed nothing"),
         ] {
             match second_does(&world, mode).await {
                 CniError::Failed { status: how, output, .. } => {

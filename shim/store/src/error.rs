@@ -49,7 +49,7 @@ pub enum StoreError {
         backup: Option<PathBuf>,
     },
     /// The file cannot be read or written: the disk is full, for example.
-    #[error("cannot {what} the state store")]
+    #[error("cannot {what} the state store (state.redb in paths.root)")]
     Access {
         /// The operation: "read", "write".
         what: &'static str,

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum CniError {
     /// The configuration directory has no configuration: the network add-on is not installed yet.
-    #[error("no CNI configuration (*.conf, *.conflist, *.json) in {dir}", dir = dir.display())]
+    #[error("no CNI configuration (*.conf, *.conflist, *.json) in {dir}; install the cluster's network plugin", dir = dir.display())]
     NoConfig {
         /// The directory.
         dir: PathBuf,
@@ -59,7 +59,7 @@ pub enum CniError {
         value: String,
     },
     /// The plugin is in none of the directories.
-    #[error("CNI plugin {plugin} is in none of {dirs:?}")]
+    #[error("CNI plugin {plugin} is in none of {dirs:?}; install the cluster's network plugin again")]
     NoPlugin {
         /// The plugin's name.
         plugin: String,
@@ -87,7 +87,9 @@ pub enum CniError {
         source: io::Error,
     },
     /// The plugin exceeded its deadline and was killed.
-    #[error("CNI plugin {plugin} did not finish {command} within {seconds} s and was killed")]
+    #[error(
+        "CNI plugin {plugin} did not finish {command} within {seconds} s and was killed; see what it waits for, or raise network.plugin_timeout"
+    )]
     Timeout {
         /// The plugin's name.
         plugin: String,
@@ -135,7 +137,7 @@ pub enum CniError {
         command: &'static str,
         /// The exit status or signal.
         status: String,
-        /// The end of the plugin's output.
+        /// The plugin's output, or that there is none.
         output: String,
     },
     /// CHECK was called for a pod that has no network.

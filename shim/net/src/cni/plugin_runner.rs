@@ -123,7 +123,11 @@ impl PluginRunner {
                 plugin: plugin.to_owned(),
                 command: name,
                 status: status.to_string(),
-                output: if log.is_empty() { to_one_line(&output) } else { log },
+                output: match (log, to_one_line(&output)) {
+                    (log, _) if !log.is_empty() => log,
+                    (_, output) if !output.is_empty() => output,
+                    _ => "it printed nothing".to_owned(),
+                },
             },
         })
     }
