@@ -36,6 +36,11 @@ impl Netns {
         netns
     }
 
+    /// Opens this network namespace, for a thread of the test that enters it.
+    pub fn open(&self) -> File {
+        File::open(format!("/run/netns/{}", self.0.0)).expect("the namespace has a name")
+    }
+
     /// Returns a command that will run in this network namespace (and in the test machine's mount namespace).
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
@@ -54,13 +59,25 @@ pub struct NodeOptions {
     pub disk_mib: Option<u32>,
     /// Whether pods also have an IPv6 address; Debian's plugins then wait one to two seconds for duplicate address detection.
     pub ipv6: bool,
+    /// Lines of the section `network` of the daemon's configuration file.
+    pub network: String,
+    /// Files that are missing for the daemon. Its mounts are then invisible to the test.
+    pub missing: Vec<PathBuf>,
     /// The names of further interfaces of pods, as Multus creates them: the n-th on a bridge of its own, 10.88.n.0/24.
     pub further: Vec<String>,
 }
 
 impl Default for NodeOptions {
     fn default() -> Self {
-        Self { extra: String::new(), registry: RegistryKind::Http, disk_mib: None, ipv6: true, further: Vec::new() }
+        Self {
+            extra: String::new(),
+            registry: RegistryKind::Http,
+            disk_mib: None,
+            ipv6: true,
+            network: String::new(),
+            missing: Vec::new(),
+            further: Vec::new(),
+        }
     }
 }
 
@@ -75,6 +92,7 @@ pub struct TestNode {
     directory: PathBuf,
     daemon: Option<Child>,
     disk: bool,
+    missing: Vec<PathBuf>,
     before: Census,
     // The last field: it is removed last.
     _temporary: tempfile::TempDir,
@@ -118,6 +136,7 @@ impl TestNode {
             directory,
             daemon: None,
             disk: options.disk_mib.is_some(),
+            missing: options.missing,
             before,
             _temporary: temporary,
         };
@@ -128,7 +147,10 @@ impl TestNode {
     /// Starts the daemon and waits until it answers.
     pub fn start(&mut self) {
         let [program, words @ ..] = &self.command_line();
-        let mut command = self.netns.command(program);
+        let mut command = match self.missing.is_empty() {
+            true => self.netns.command(program),
+            false => self.command_without_files(program),
+        };
         command.args(words).stdin(Stdio::null());
         self.daemon = Some(self.spawn(command));
         self.wait_until_answering();
@@ -137,6 +159,16 @@ impl TestNode {
             // Otherwise the first pods would boot beside the template.
             self.templates(&["build"]).ok();
         }
+    }
+
+    /// Returns a command that will run in a mount namespace without the missing files.
+    fn command_without_files(&self, program: &OsStr) -> Command {
+        let layers = self.directory.join("missing");
+        fs::create_dir(&layers).expect("the node's directory is writable");
+        let mut command = self.netns.command("unshare");
+        command.args(["--mount", "--propagation", "slave", "sh", "-c", HIDE_FILES, "sh"]).arg(layers);
+        command.args(&self.missing).arg("--").arg(program);
+        command
     }
 
     /// Runs `nacelle templates`.
@@ -307,6 +339,14 @@ impl Drop for TestNode {
     }
 }
 
+/// Removes files in layers over their directories, then executes the command behind `--`.
+const HIDE_FILES: &str = r#"set -e; layers=$1; shift; mount -t tmpfs none "$layers"
+while [ "$1" != -- ]; do
+    over=$(dirname "$1"); layer=$layers/$(basename "$1"); mkdir -p "$layer/upper" "$layer/work"
+    mount -t overlay none -o "lowerdir=$over,upperdir=$layer/upper,workdir=$layer/work" "$over"
+    rm "$1"; shift
+done; shift; exec "$@""#;
+
 /// Returns the engine of all pods: `NACELLE_TEST_ENGINE`, or QEMU, which runs everywhere.
 pub fn engine() -> String {
     std::env::var("NACELLE_TEST_ENGINE").unwrap_or_else(|_| "qemu".to_owned())
@@ -353,12 +393,13 @@ pub fn handler_config(name: &str, more: &str) -> String {
 fn daemon_config(directory: &Path, registry: &TestRegistry, options: &NodeOptions) -> String {
     let path = |name: &str| directory.join(name).display().to_string();
     let mut text = format!(
-        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\ncni_bin_dirs = {PLUGINS:?}\n\n",
+        "[paths]\nroot = {:?}\nrun = {:?}\nsocket = {:?}\n\n[network]\ncni_conf_dir = {:?}\nnetns_dir = {:?}\ncni_bin_dirs = {PLUGINS:?}\n{}\n",
         path("root"),
         path("run"),
         path("nacelle.sock"),
         path("cni"),
         path("netns"),
+        options.network,
     );
     text += &handler_config("nacelle", SMALL_VM);
     text += &handler_config("other", SMALL_VM);
