@@ -29,7 +29,7 @@ fn metrics_agree_with_what_crictl_lists() {
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let pod = node.crictl.run_pod(PodRequest::new("counted", node.directory()));
     let runs = pod.start(ContainerRequest::sh("runs", &image, "sleep 600"));
-    runs.exec("true").ok();
+    node.crictl.call(["exec", runs.id.as_str(), "true"]);
     pod.start(ContainerRequest::sh("fails", &image, "exit 3")).wait_for_exit();
     let lines = |arguments: &[&str]| node.crictl.call(arguments).lines().count();
     let samples = expect(
@@ -45,6 +45,8 @@ fn metrics_agree_with_what_crictl_lists() {
             ("nacelle_container_exits_total{reason=\"Error\"}", 1),
             ("nacelle_cni_requests_total{command=\"ADD\",result=\"success\"}", 1),
             ("nacelle_image_pulls_total{result=\"success\"}", 1),
+            ("nacelle_stream_sessions_total{kind=\"exec\"}", 1),
+            ("nacelle_stream_sessions_open{kind=\"exec\"}", 0),
             ("nacelle_cri_requests_total{rpc=\"RunPodSandbox\",code=\"OK\"}", 1),
         ],
     );

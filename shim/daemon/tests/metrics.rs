@@ -6,6 +6,7 @@ mod common;
 use common::World;
 use nacelle_daemon::metrics::address::MetricsAddress;
 use nacelle_daemon::metrics::family::{FAMILIES, FamilyKind, MetricFamily};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -13,6 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+const DASHBOARD: &str = include_str!("../../../docs/examples/monitoring/dashboard.json");
 const ALERTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/examples/monitoring/alerts.yaml");
 
 /// Sends a request and returns the response: its status, its headers and its body.
@@ -210,11 +212,26 @@ fn free_address() -> SocketAddr {
 
 /// Runs promtool and fails with its output.
 fn promtool(arguments: &[&str], input: &str) {
-    let child = Command::new("promtool").args(arguments).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut command = Command::new("promtool");
+    command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn();
     let mut child = child.unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "promtool {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Returns a rule for each query of the dashboard, for promtool.
+fn rules_of_dashboard() -> String {
+    let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let queries = panels.iter().flat_map(|panel| panel["targets"].as_array().unwrap());
+    let rule = |(n, query): (usize, &Value)| {
+        let expression = query["expr"].as_str().unwrap().replace("$instance", ".*");
+        json!({"record": format!("query_{n}"), "expr": expression})
+    };
+    let rules: Vec<Value> = queries.enumerate().map(rule).collect();
+    json!({"groups": [{"name": "dashboard", "rules": rules}]}).to_string()
 }
 
 /// Converts OpenMetrics to the older format that promtool checks, in which descriptions have the names of their samples.
@@ -257,6 +274,9 @@ fn prometheus_reads_the_metrics_and_raises_an_alert() {
 
     let directory = world.root.path().join("prometheus");
     std::fs::create_dir(&directory).unwrap();
+    let queries = directory.join("dashboard.yml");
+    std::fs::write(&queries, rules_of_dashboard()).unwrap();
+    promtool(&["check", "rules", queries.to_str().unwrap()], "");
     let config = format!(
         "global: {{scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms}}\nrule_files: [{ALERTS:?}]\n\
          scrape_configs: [{{job_name: nacelle, static_configs: [{{targets: ['{metrics}']}}]}}]\n"

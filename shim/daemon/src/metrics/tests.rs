@@ -5,6 +5,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 
 const PAGE: &str = include_str!("../../../../docs/reference/metrics.md");
+const GUIDE: &str = include_str!("../../../../docs/operator/monitoring.md");
 const ALERTS: &str = include_str!("../../../../docs/examples/monitoring/alerts.yaml");
 const DASHBOARD: &str = include_str!("../../../../docs/examples/monitoring/dashboard.json");
 
@@ -80,7 +81,7 @@ fn each_text(value: &Value, key: &str, check: &mut impl FnMut(&str)) {
 }
 
 #[test]
-fn alerts_and_dashboard_use_metrics_that_exist() {
+fn alerts_dashboard_and_guide_use_metrics_that_exist() {
     let alerts: Value = serde_saphyr::from_str(ALERTS).unwrap();
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
     for (what, document, least) in [("alerts.yaml", alerts, 8), ("dashboard.json", dashboard, 12)] {
@@ -91,6 +92,9 @@ fn alerts_and_dashboard_use_metrics_that_exist() {
         });
         assert!(expressions >= least, "{what} has {expressions} expressions");
     }
+    let queries: Vec<&str> = GUIDE.split("```promql\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    assert!(!queries.is_empty());
+    queries.into_iter().for_each(|query| check_names("monitoring.md", query));
 }
 
 #[test]
