@@ -13,13 +13,14 @@ use anyhow::Context;
 use clap::Subcommand;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::timeline::unix_nanos;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use nacelle_proto::node;
 use nacelle_proto::node::node_client::NodeClient;
 use serde::Serialize;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -142,10 +143,27 @@ fn read_limited(path: &Path) -> anyhow::Result<Vec<u8>> {
 fn read_journal() -> anyhow::Result<Vec<u8>> {
     let mut command = Command::new("journalctl");
     command.args(["--unit", "nacelle.service", "--no-pager", "--output", "short-iso", "--lines", JOURNAL_LINES]);
-    let output = command.stdin(Stdio::null()).output().context("cannot run journalctl")?;
-    anyhow::ensure!(output.status.success(), "journalctl ended with {}", output.status);
-    let start = output.stdout.len().saturating_sub(MAX_FILE);
-    Ok(output.stdout.get(start..).unwrap_or_default().to_vec())
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().context("cannot run journalctl")?;
+    let read = child.stdout.take().map(read_end).transpose();
+    let status = child.wait().context("cannot wait for journalctl")?;
+    anyhow::ensure!(status.success(), "journalctl ended with {status}");
+    Ok(read.context("cannot read from journalctl")?.unwrap_or_default())
+}
+
+/// Reads to the end, and returns the last bytes.
+fn read_end(mut from: impl Read) -> io::Result<Vec<u8>> {
+    let (mut end, mut chunk) = (Vec::new(), vec![0; 64 << 10]);
+    loop {
+        let count = retry_interrupted(|| from.read(&mut chunk))?;
+        end.extend_from_slice(chunk.get(..count).unwrap_or_default());
+        if count == 0 || end.len() > 2 * MAX_FILE {
+            end.drain(..end.len().saturating_sub(MAX_FILE));
+        }
+        if count == 0 {
+            return Ok(end);
+        }
+    }
 }
 
 fn copy_error(error: &anyhow::Error) -> anyhow::Error {
@@ -249,6 +267,13 @@ mod tests {
         let missing = &files["nacelle-debug/missing.txt"];
         assert!(missing.contains("pods.json: no daemon") && missing.contains("large: it has"), "{missing}");
         assert_eq!(files.len(), 2);
+    }
+
+    #[test]
+    fn the_end_of_a_long_output_is_kept() {
+        let text = [vec![b'a'; 3 * MAX_FILE], b"end".to_vec()].concat();
+        let end = read_end(text.as_slice()).unwrap();
+        assert!(end.len() == MAX_FILE && end.ends_with(b"aend"));
     }
 
     #[test]
