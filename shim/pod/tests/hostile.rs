@@ -4,7 +4,7 @@ mod common;
 
 use common::agent::{BootFault, RpcFault};
 use common::{PodFixture, exited, kind, network, until};
-use nacelle_base::FailureKind;
+use nacelle_base::{Classify, FailureKind};
 use nacelle_engine::fake::FailureScript;
 use nacelle_pod::client::ClientError;
 use nacelle_pod::record::{ContainerPhase, Phase};
@@ -19,8 +19,11 @@ const GRACE: Duration = Duration::from_secs(60);
 async fn check_requests_after_the_end(fixture: PodFixture, client: nacelle_pod::client::PodClient) {
     let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
     assert!(!state.failure.is_empty());
-    assert_eq!(kind(client.create_container(fixture.container("late", "hold")).await), FailureKind::Conflict);
-    assert_eq!(kind(client.configure(network()).await), FailureKind::Conflict);
+    // Each request has the cause of the end, whatever it asks for.
+    let late = client.create_container(fixture.container("late", "hold")).await.unwrap_err();
+    let configured = client.configure(network()).await.unwrap_err();
+    assert!(late.to_string().contains(&state.failure), "{late}: {}", state.failure);
+    assert_eq!((late.kind(), late.to_string()), (configured.kind(), configured.to_string()));
     for container in &state.containers {
         client.stop_container(&container.id, GRACE).await.unwrap();
         client.remove_container(&container.id).await.unwrap();
@@ -138,7 +141,7 @@ async fn errors_of_the_agent_are_passed_on_and_shortened() {
     let text = error.to_string();
     assert!(text.starts_with("the agent cannot create the container: no such user") && text.len() < 1200, "{text}");
     assert!(!text.contains('\u{7}'));
-    assert_eq!(nacelle_base::Classify::kind(&error), FailureKind::Invalid);
+    assert_eq!(error.kind(), FailureKind::Invalid);
     assert!(client.state().await.unwrap().containers.is_empty());
 
     fixture.agent.faults.lock().unwrap().clear();
@@ -192,9 +195,9 @@ async fn failed_boots_are_reported_with_their_reason() {
             .boot(|spec| spec.timeouts.boot_ms = if quick { 200 } else { 60_000 }, FailureScript::default())
             .await;
         let error = client.configure(network()).await.unwrap_err();
-        // A late request fails because the pod is stopped; a waiting request fails with the kind of the failure.
-        let got = nacelle_base::Classify::kind(&error);
-        assert!(got == expected || got == FailureKind::Conflict, "{boot:?}: {error}");
+        // A request that comes late has the same kind as one that waits.
+        let got = error.kind();
+        assert_eq!(got, expected, "{boot:?}: {error}");
         let state = until(&client, "the pod stops", |state| state.phase() == pod::Phase::Stopped).await;
         assert!(state.failure.contains(text), "{boot:?}: {}", state.failure);
         check_requests_after_the_end(fixture, client).await;

@@ -3,7 +3,7 @@
 use super::Cri;
 use super::status::{refuse, status};
 use crate::config::{CgroupDriver, HostNamespaces};
-use crate::lifecycle::GuestFiles;
+use crate::lifecycle::BootFiles;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Chain, FailureKind};
@@ -109,7 +109,7 @@ async fn find_unusable_file(services: &crate::lifecycle::NodeServices) -> Option
         let is_missing = tokio::fs::metadata(agent).await.is_err();
         return is_missing.then(|| format!("handler {name}: the agent {} does not exist; install it", agent.display()));
     }
-    let files = GuestFiles {
+    let files = BootFiles {
         engine,
         qemu: services.engine.qemu.clone(),
         kernel: handler.kernel.clone(),

@@ -11,11 +11,11 @@ pub(crate) mod template;
 mod volume;
 
 pub use actor::announce;
+pub use context::boot_files::{BootFileError, BootFiles};
 pub use context::engine::EngineChoice;
 pub(crate) use context::error::at;
 pub use context::error::{LifecycleError, StepError};
 pub use context::events::{self, Event, EventKind, Events};
-pub use context::guest_files::{GuestFileError, GuestFiles};
 pub(crate) use context::request::ask;
 pub use context::services;
 pub(crate) use context::text::lead_with_reason;

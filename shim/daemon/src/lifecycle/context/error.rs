@@ -1,6 +1,6 @@
 //! Defines the errors of operations on pods and containers, and their kinds for the caller.
 
-use super::guest_files::GuestFileError;
+use super::boot_files::BootFileError;
 use crate::hugepages::HugepagesExhausted;
 use crate::oci::OciError;
 use nacelle_base::files::FileError;
@@ -415,7 +415,7 @@ pub enum StepError {
     Pod(#[from] Arc<ClientError>),
     /// A file from which the VM starts is missing or damaged.
     #[error(transparent)]
-    GuestFile(#[from] Arc<GuestFileError>),
+    BootFile(#[from] Arc<BootFileError>),
     /// The network failed.
     #[error(transparent)]
     Net(#[from] Arc<NetError>),
@@ -463,7 +463,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, GuestFileError => GuestFile, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
+from!(ClientError => Pod, BootFileError => BootFile, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
 
 /// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -480,7 +480,7 @@ impl Classify for StepError {
     fn kind(&self) -> FailureKind {
         match self {
             StepError::Pod(error) => error.kind(),
-            StepError::GuestFile(error) => error.kind(),
+            StepError::BootFile(error) => error.kind(),
             StepError::Net(error) => error.kind(),
             StepError::Image(error) => error.kind(),
             StepError::Store(error) => error.kind(),

@@ -1,10 +1,10 @@
 //! Defines what all pods of a node share: configuration, stores, services, events and the limits of time. It also holds the types
 //! that every other part of the lifecycle uses (errors, views, requests with a time limit). Nothing in here knows an actor.
 
+pub mod boot_files;
 pub(crate) mod engine;
 pub(crate) mod error;
 pub mod events;
-pub mod guest_files;
 pub(crate) mod request;
 pub mod services;
 pub(crate) mod text;

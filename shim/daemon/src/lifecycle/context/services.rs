@@ -1,7 +1,7 @@
 //! Defines what the lifecycle needs of the node besides the image store, pod processes and networks, as two narrow traits, and
 //! implements them. All pods share the implementations.
 
-use super::guest_files::{GuestFileError, GuestFiles};
+use super::boot_files::{BootFileError, BootFiles};
 use crate::systemd::{Scope, ScopeError};
 use nacelle_base::task::run_blocking_or_panic;
 use nacelle_base::{Classify, PodId};
@@ -32,7 +32,7 @@ pub trait Pods: Send + Sync + 'static {
     async fn spawn(&self, dir: &Path, spec: &PodSpec, admit: Admit) -> Result<PodClient, ClientError>;
 
     /// Checks the files from which a VM is about to start.
-    async fn check_files(&self, _files: GuestFiles) -> Result<(), GuestFileError> {
+    async fn check_files(&self, _files: BootFiles) -> Result<(), BootFileError> {
         Ok(())
     }
 
@@ -139,7 +139,7 @@ impl Pods for Processes {
         .await
     }
 
-    async fn check_files(&self, files: GuestFiles) -> Result<(), GuestFileError> {
+    async fn check_files(&self, files: BootFiles) -> Result<(), BootFileError> {
         run_blocking_or_panic(move || files.check()).await
     }
 

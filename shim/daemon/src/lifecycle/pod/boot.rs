@@ -9,8 +9,8 @@ use super::spec::{Groups, NewPod, own_kernel, pod_spec};
 use crate::config::Handler;
 use crate::hugepages;
 use crate::lifecycle::context::NodeServices;
+use crate::lifecycle::context::boot_files::BootFiles;
 use crate::lifecycle::context::error::{LifecycleError, MAX_KERNEL_BYTES, at};
-use crate::lifecycle::context::guest_files::GuestFiles;
 use crate::lifecycle::context::services::Admit;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::template::TemplateOutcome;
@@ -60,7 +60,7 @@ pub(crate) async fn boot(
     let mut spec = prepare(&services, &pod, &cancel, &timeline).await?;
     let template = services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await;
     spec.template = template.as_ref().map(|found| found.template.clone());
-    if let Some(files) = GuestFiles::of_pod(&spec) {
+    if let Some(files) = BootFiles::of_pod(&spec) {
         services.pods.check_files(files).await.map_err(at(START))?;
     }
     let StartedPod { client, attached, joined } = start(&services, &pod, &spec, &timeline, admit).await?;

@@ -14,7 +14,7 @@ const KVM: &str = "/dev/kvm";
 
 /// The files from which VMs of a handler start.
 #[derive(Clone, Debug)]
-pub struct GuestFiles {
+pub struct BootFiles {
     /// The engine.
     pub engine: EngineKind,
     /// The QEMU binary, which engine `qemu` needs.
@@ -29,7 +29,7 @@ pub struct GuestFiles {
 
 /// The reason why no VM can start from these files.
 #[derive(Debug, thiserror::Error)]
-pub enum GuestFileError {
+pub enum BootFileError {
     /// A file cannot be opened.
     #[error("cannot open {what} {path}; {advice}", path = path.display())]
     Open {
@@ -63,16 +63,16 @@ pub enum GuestFileError {
 const KERNEL_ADVICE: &str = "install it again, or correct kernel of the handler";
 const INITRD_ADVICE: &str = "install it again, or correct initrd of the handler";
 
-impl Classify for GuestFileError {
+impl Classify for BootFileError {
     fn kind(&self) -> FailureKind {
         // The node lacks something, whatever the pod requests.
         FailureKind::Conflict
     }
 }
 
-impl GuestFiles {
+impl BootFiles {
     /// Returns the files of a pod; `None` if its VM is not started from a kernel of the node's.
-    pub fn of_pod(spec: &PodSpec) -> Option<GuestFiles> {
+    pub fn of_pod(spec: &PodSpec) -> Option<BootFiles> {
         let (engine, qemu) = match &spec.engine {
             _ if spec.template.is_some() => return None,
             EngineSpec::Kvm {} => (EngineKind::Kvm, PathBuf::new()),
@@ -80,11 +80,11 @@ impl GuestFiles {
             EngineSpec::Keeper { .. } | EngineSpec::Host { .. } => return None,
         };
         let (kernel, initrd) = (spec.kernel.clone(), spec.initrd.clone());
-        Some(GuestFiles { engine, qemu, kernel, initrd, memory_mib: spec.memory_mib })
+        Some(BootFiles { engine, qemu, kernel, initrd, memory_mib: spec.memory_mib })
     }
 
     /// Checks the files. Blocks: it opens them and reads their headers.
-    pub fn check(&self) -> Result<(), GuestFileError> {
+    pub fn check(&self) -> Result<(), BootFileError> {
         match self.engine {
             EngineKind::Kvm => {
                 let advice = "load the module kvm_intel or kvm_amd, or set engine = \"auto\" for the handler";
@@ -97,12 +97,12 @@ impl GuestFiles {
         }
         let kernel = open("the guest's kernel", &self.kernel, KERNEL_ADVICE)?;
         check_kernel(&kernel, self.memory_mib, self.engine)
-            .map_err(|source| GuestFileError::Kernel { path: self.kernel.clone(), source })?;
+            .map_err(|source| BootFileError::Kernel { path: self.kernel.clone(), source })?;
         let initrd = open("the guest's initramfs", &self.initrd, INITRD_ADVICE)?;
-        check_initrd(&initrd).map_err(|source| GuestFileError::Initrd { path: self.initrd.clone(), source })
+        check_initrd(&initrd).map_err(|source| BootFileError::Initrd { path: self.initrd.clone(), source })
     }
 }
 
-fn open(what: &'static str, path: &Path, advice: &'static str) -> Result<File, GuestFileError> {
-    File::open(path).map_err(|source| GuestFileError::Open { what, path: path.to_owned(), advice, source })
+fn open(what: &'static str, path: &Path, advice: &'static str) -> Result<File, BootFileError> {
+    File::open(path).map_err(|source| BootFileError::Open { what, path: path.to_owned(), advice, source })
 }
