@@ -32,6 +32,7 @@ fn commands_print_json_and_yaml_and_have_exit_codes() {
         (&["image", "list"], "/0/tags/0"),
         (&["image", "verify"], "/readBytes"),
         (&["pods"], "/pods/0/cost/memoryBytes"),
+        (&["top", "--interval", "100ms"], "/pods/0/cost/cpuMilli"),
         (&["pods", "--timeline", &pod.id], "/start/0/durationSeconds"),
         (&["templates", "ls"], "/startedPods"),
         (&["log"], "/filter"),

@@ -24,6 +24,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("image rm", &["nacelle image rm registry.example/app:1"]),
     ("image verify", &["nacelle image verify", "nacelle image verify --repair registry.example/app:1"]),
     ("pods", &["nacelle pods", "nacelle pods -o yaml", "nacelle pods --timeline 3f2a91c0d4e5"]),
+    ("top", &["nacelle top", "nacelle top --interval 5s", "nacelle top --once -o json"]),
     ("templates", &["nacelle templates ls", "nacelle templates build"]),
     ("templates ls", &["nacelle templates ls"]),
     ("templates build", &["nacelle templates build", "nacelle templates build large"]),

@@ -26,6 +26,7 @@ mod store;
 mod table;
 mod templates;
 mod timeline;
+mod top;
 mod units;
 mod version;
 mod vm;
@@ -95,6 +96,13 @@ enum Command {
         /// Draws how long each step of the start of this pod and its containers took.
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
+    },
+    /// Shows the CPU time and the memory that pods use at the moment; on a terminal again and again.
+    Top {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(flatten)]
+        arguments: top::TopArguments,
     },
     /// Shows and manages the templates from which VMs start, through the daemon.
     Templates {
@@ -196,6 +204,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitStatus> {
         Command::Image { config, command } => image::run(config.load()?, command),
         Command::Pods { config, output, timeline: None } => pods::run(&config.load()?, output),
         Command::Pods { config, output, timeline: Some(pod) } => timeline::run(&config.load()?, pod, output),
+        Command::Top { config, arguments } => top::run(&config.load()?, &arguments),
         Command::Templates { config, command } => templates::run(&config.load()?, command),
         Command::Vm { config, command } => vm::run(&config, command),
         Command::Log { config, output, filter } => log::run(&config.load()?, filter, output),

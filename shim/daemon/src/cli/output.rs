@@ -43,6 +43,11 @@ impl OutputArgument {
         print(&self.format(result)?)
     }
 
+    /// Returns whether the output is text for people.
+    pub(super) fn is_table(self) -> bool {
+        !self.json && self.output == OutputFormat::Table
+    }
+
     fn format(self, result: &impl TableView) -> anyhow::Result<String> {
         let format = if self.json { OutputFormat::Json } else { self.output };
         Ok(match format {

@@ -11,6 +11,7 @@ use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use serde::Serialize;
 use serde_json::Value;
+use std::time::Instant;
 use tonic::transport::Channel;
 
 /// The number of characters of an id that tables show.
@@ -28,29 +29,31 @@ pub(super) struct PodList {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct PodView {
-    id: String,
-    namespace: String,
-    name: String,
+pub(super) struct PodView {
+    pub(super) id: String,
+    pub(super) namespace: String,
+    pub(super) name: String,
     state: &'static str,
-    handler: String,
+    pub(super) handler: String,
     created_at: Option<String>,
     running_containers: usize,
     containers: usize,
     /// What the containers have used, as the guest reports.
-    usage: UsageView,
+    pub(super) usage: UsageView,
     /// What the VM and its processes have used on the node.
-    cost: UsageView,
+    pub(super) cost: UsageView,
     #[serde(skip)]
     created_nanos: i64,
+    #[serde(skip)]
+    pub(super) read_at: Instant,
 }
 
 /// `None`: not known.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct UsageView {
-    cpu_seconds: Option<f64>,
-    memory_bytes: Option<u64>,
+pub(super) struct UsageView {
+    pub(super) cpu_seconds: Option<f64>,
+    pub(super) memory_bytes: Option<u64>,
 }
 
 /// What the daemon reports about a pod beside CRI's status.
@@ -79,6 +82,10 @@ impl PodList {
         }
         let owed = nacelle_net::NodeNetworks::new(config.network_options()).owed_deletes().await?;
         Ok(PodList { pods, owed_deletes: owed.iter().map(OwedDeleteView::new).collect() })
+    }
+
+    pub(super) fn pods(&self) -> &[PodView] {
+        &self.pods
     }
 
     /// Returns the ids of the pods.
@@ -118,6 +125,7 @@ impl PodView {
             usage: UsageView::new(&info.accounts["containers"]),
             cost: UsageView::new(&info.accounts["machine"]),
             created_nanos: pod.created_at,
+            read_at: Instant::now(),
         }
     }
 

@@ -12,7 +12,7 @@ const UNITS: [(&str, u64); 4] = [("h", 3_600_000), ("m", 60_000), ("s", 1000), (
 const EXPECTED: &str = "expected numbers with the units h, m, s or ms, such as \"30s\" or \"1h30m\"";
 
 /// Parses one or more pairs of a whole number and a unit, the longest unit first.
-pub(super) fn parse(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     let mut rest = text;
     let mut units = UNITS.iter();
     let mut milliseconds: u64 = 0;

@@ -16,6 +16,7 @@ mod syntax;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use duration::parse as parse_duration;
 pub use key::KeyPath;
 pub use load::ConfigError;
 pub use problem::{ConfigProblem, ConfigProblems};
