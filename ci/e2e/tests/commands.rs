@@ -109,7 +109,8 @@ fn commands_without_a_daemon() {
     assert!(report.code == 1 && value["errors"].as_array().is_some_and(|errors| errors.len() == 2), "{value}");
     assert_eq!((&value["errors"][0]["line"], &value["errors"][1]["line"]), (&2.into(), &4.into()));
     let serve = nacelle(&["serve", "--config", &path]);
-    assert!(serve.code == 1 && serve.stderr.contains("line 4, column 11: images.registries"), "{serve:?}");
+    assert!(serve.code == 1 && serve.stderr.contains("line 2, column 16: sandbox.boot_timeout"), "{serve:?}");
+    assert!(serve.stderr.contains("pulls from a registry will fail: images.registries"), "{serve:?}");
     let default = nacelle(&["config", "default"]).ok();
     assert!(default.contains("#memory_mib = 256"), "{default}");
     write(&default);

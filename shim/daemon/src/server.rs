@@ -13,7 +13,7 @@ use crate::metrics::EventCounters;
 use crate::metrics::labels::RequestResult;
 use crate::metrics::requests::CountLayer;
 use crate::monitoring::networks::CountedNetworks;
-use crate::monitoring::{Exporter, MetricsListener, MetricsServerError};
+use crate::monitoring::{Exporter, serve_metrics};
 use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
 use crate::streaming::NodeStreams;
@@ -89,9 +89,6 @@ pub enum ServeError {
     /// The streaming server cannot start.
     #[error(transparent)]
     Streaming(#[from] nacelle_stream::ServerError),
-    /// Metrics cannot be served.
-    #[error(transparent)]
-    Metrics(#[from] MetricsServerError),
     /// The socket is not available.
     #[error(transparent)]
     Socket(#[from] SocketError),
@@ -131,7 +128,6 @@ impl Classify for ServeError {
             ServeError::Store(error) => error.kind(),
             ServeError::Images(error) => error.kind(),
             ServeError::Streaming(error) => error.kind(),
-            ServeError::Metrics(error) => error.kind(),
             ServeError::Supervision(error) => error.kind(),
             ServeError::Socket(error) => error.kind(),
             ServeError::DirectoryInUse { source, .. } => source.kind(),
@@ -299,10 +295,6 @@ pub async fn serve(
     let socket = node.services().config.paths.socket.clone();
     let (streams, streaming) =
         nacelle_stream::StreamingServer::bind(&node.services().config.streaming_options()).await?;
-    let metrics = match &node.services().config.metrics.address {
-        Some(address) => Some(MetricsListener::bind(address).await?),
-        None => None,
-    };
     let (listener, own) = match claim {
         // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
         ServeClaim::Passed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
@@ -320,7 +312,11 @@ pub async fn serve(
     let _verification = AbortOnDropHandle::new(tokio::spawn(verify_images(node.clone())));
     let building = node.clone();
     let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
-    let exporter = Arc::new(Exporter::new(node.clone(), streams.clone()));
+    let (metrics_end, ended) = tokio::sync::oneshot::channel();
+    let metrics = match node.services().config.metrics.address.clone() {
+        Some(address) => Some(serve_metrics(address, Exporter::new(node.clone(), streams.clone()).into(), ended).await),
+        None => None,
+    };
     let counters = node.services().counters.clone();
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();
@@ -353,20 +349,14 @@ pub async fn serve(
             Err(_dropped) => std::future::pending().await,
         }
     };
-    let scrapes = async {
-        match &metrics {
-            Some(listener) => listener.serve(exporter).await,
-            None => std::future::pending().await,
-        }
-    };
     let served = tokio::select! {
         served = server => served,
         () = limit => Ok(()),
-        // It never ends.
-        () = scrapes => Ok(()),
     };
+    drop(metrics_end);
     if let Some(metrics) = metrics {
-        metrics.close();
+        // It ends at once, and has logged what it could not do.
+        let _ = metrics.await;
     }
     if let Some(own) = own {
         own.remove()?;

@@ -257,6 +257,19 @@ fn as_prometheus_text(metrics: &str) -> String {
 }
 
 #[test]
+fn a_daemon_serves_pods_while_another_program_has_the_address() {
+    let mut world = World::new();
+    let other = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let taken = other.local_addr().unwrap();
+    world.metrics = Some(MetricsAddress::Tcp(taken));
+    let mut daemon = world.daemon();
+    world.run(daemon.run_pod("served")).unwrap();
+    drop(other);
+    world.eventually("metrics are served on the address that became free", || TcpStream::connect(taken).is_ok());
+    expect(&world, &MetricsAddress::Tcp(taken), &[("nacelle_pods{handler=\"small\",state=\"ready\"}", 1.0)]);
+}
+
+#[test]
 fn prometheus_reads_the_metrics_and_raises_an_alert() {
     if Command::new("prometheus").arg("--version").output().is_err() {
         println!("skipped: no prometheus (Debian's package prometheus)");

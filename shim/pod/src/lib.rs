@@ -118,8 +118,10 @@ pub fn run_with(dir: &Path, engine: impl FnOnce(&spec::PodSpec) -> Result<Arc<dy
             let kind = error.kind();
             let failure = Chain(&error).to_string();
             tracing::error!("{failure}");
-            // The daemon reads the record and the exit code of a process that has not replied.
-            if let Err(error) = record::write_failed_start(dir, failure) {
+            // The daemon reads the record and the exit code of a process that has not replied. A process that the daemon did not
+            // start for this directory must not write the record of another, which may not have written it yet.
+            let is_foreign = matches!(error, PodError::ForeignProcess { .. });
+            if !is_foreign && let Err(error) = record::write_failed_start(dir, failure) {
                 tracing::warn!("cannot record why the pod process ends: {}", Chain(&error));
             }
             ExitCode::from(codes::exit_code(kind))

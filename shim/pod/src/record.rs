@@ -157,7 +157,7 @@ pub(crate) fn encode(record: &SavedPodState) -> Result<Vec<u8>, serde_json::Erro
 
 /// Records why a pod process ends before it serves its pod. Called by the pod process.
 pub(crate) fn write_failed_start(dir: &Path, failure: String) -> Result<(), SavedStateError> {
-    // A process that the daemon did not start for this directory must not replace the record of another.
+    // What the pod has recorded since is more.
     let known = read(dir)?;
     let Some(spec) = PodSpec::read_if_present(dir).ok().flatten().filter(|_| known.is_none()) else { return Ok(()) };
     let record = SavedPodState { phase: Phase::Stopped, failure, ..SavedPodState::new(spec.id) };

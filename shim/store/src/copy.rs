@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -49,6 +49,13 @@ struct CopyHeader {
     commits: Option<u64>,
 }
 
+/// The state of the files of a copy ([`CopyPaths::identity`]).
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct CopyIdentity {
+    snapshot: Option<(u64, i64, i64)>,
+    generations: Vec<u64>,
+}
+
 /// The paths of the copy of a database.
 #[derive(Clone, Debug)]
 pub(crate) struct CopyPaths {
@@ -74,6 +81,31 @@ impl CopyPaths {
     /// Returns the path of a file of changes.
     pub fn changes(&self, generation: u64) -> PathBuf {
         self.directory.join(format!("{}.changes.{generation}", self.stem))
+    }
+
+    /// Returns what changes when a snapshot is replaced or a file of changes begins: the snapshot's inode and time, and the numbers of
+    /// the files of changes.
+    pub fn identity(&self) -> Result<CopyIdentity, FileError> {
+        let path = self.snapshot();
+        let snapshot = match std::fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            found => {
+                let metadata = found.map_err(at("read", &path))?;
+                Some((metadata.ino(), metadata.mtime(), metadata.mtime_nsec()))
+            }
+        };
+        Ok(CopyIdentity { snapshot, generations: self.generations()? })
+    }
+
+    /// Returns whether a path is that of the database or of a file of its copy.
+    pub fn is_of_store(&self, database: &Path, path: &Path) -> bool {
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let resolve = |path: &Path| path.canonicalize().ok();
+        let is_beside = resolve(directory).is_some_and(|found| resolve(&self.directory) == Some(found));
+        let name = path.file_name().unwrap_or_default();
+        let is_changes = name.to_str().is_some_and(|name| name.starts_with(&format!("{}.changes.", self.stem)));
+        let is_named = Some(name) == database.file_name() || Some(name) == self.snapshot().file_name() || is_changes;
+        is_beside && is_named
     }
 
     /// Returns the numbers of the files of changes that exist, in ascending order.

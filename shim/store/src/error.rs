@@ -64,7 +64,7 @@ pub enum StoreError {
     Record(#[from] RecordError),
     /// There is nothing to export.
     #[error(
-        "cannot export the state store {path}: {why}; stop the daemon and try again", path = path.display()
+        "cannot export the state store {path}: {why}", path = path.display()
     )]
     NotExportable {
         /// The database.

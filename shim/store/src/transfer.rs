@@ -13,7 +13,7 @@ use crate::recovery::{
     sync_directory_of,
 };
 use nacelle_base::Chain;
-use nacelle_base::files::{at, remove_if_there};
+use nacelle_base::files::{FileError, at, remove_if_there};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
@@ -41,7 +41,7 @@ impl StoreCounts {
 }
 
 /// The records of a store.
-struct StoreImage {
+struct StoreRecords {
     rows: Vec<StoredRow>,
     schema: u32,
     commits: u64,
@@ -49,9 +49,19 @@ struct StoreImage {
 
 /// Writes the records of the store `database` to the file `to`, which is created with mode 0600, because records contain the
 /// environment of containers, and replaced if it exists. A daemon may serve with the store: the export then has each commit that
-/// the daemon has answered before. Fails if neither the database nor its copy is intact. Blocks.
+/// the daemon has answered before, unless the copy could not be written, which the daemon's log reports. Fails if neither the
+/// database nor its copy is intact. Blocks.
 pub fn export_store(database: &Path, to: &Path) -> Result<StoreCounts, StoreError> {
-    let image = read_image(database)?;
+    if CopyPaths::of(database).is_of_store(database, to) {
+        let why = format!("{} is a file of the store itself", to.display());
+        return Err(StoreError::NotExportable { path: database.to_owned(), why });
+    }
+    // The file is renamed to its place: a device, for example, would be replaced.
+    if std::fs::symlink_metadata(to).is_ok_and(|found| !found.is_file()) {
+        let why = format!("{} exists and is not a regular file", to.display());
+        return Err(StoreError::NotExportable { path: database.to_owned(), why });
+    }
+    let image = read_records(database)?;
     let (contents, unreadable) = decode_rows(&image.rows);
     if !unreadable.is_empty() && image.schema == SCHEMA {
         let why = describe_unreadable(&unreadable);
@@ -80,7 +90,8 @@ pub fn import_store(from: &Path, database: &Path, replace: bool) -> Result<Store
     let draft = draft_path(database);
     // Of a process that was killed.
     remove_if_there(&draft)?;
-    let counts = write_draft(&draft, from, &export, commits_of_copy(&copy)).inspect_err(|_| {
+    let copied = read_copy(&copy)?.and_then(|copy| copy.commits).unwrap_or_default();
+    let counts = write_draft(&draft, from, &export, copied).inspect_err(|_| {
         // The first error is reported; the next import removes the draft.
         let _ = remove_if_there(&draft);
     })?;
@@ -95,11 +106,6 @@ pub fn import_store(from: &Path, database: &Path, replace: bool) -> Result<Store
         tracing::info!(set_aside = %aside.display(), "the state store was replaced by an import");
     }
     Ok(counts)
-}
-
-/// Returns the number of commits that the copy has, as far as it is readable.
-fn commits_of_copy(copy: &CopyPaths) -> u64 {
-    read_copy(copy).ok().flatten().and_then(|copy| copy.commits).unwrap_or_default()
 }
 
 /// Writes the database of an import and verifies all its records.
@@ -124,7 +130,7 @@ fn write_draft(draft: &Path, from: &Path, export: &RestoredCopy, copied: u64) ->
 }
 
 /// Reads the records of a store: of its database, or of its copy if a daemon has the database or the database is behind.
-fn read_image(path: &Path) -> Result<StoreImage, StoreError> {
+fn read_records(path: &Path) -> Result<StoreRecords, StoreError> {
     let failed = |why: String| StoreError::NotExportable { path: path.to_owned(), why };
     let copy = CopyPaths::of(path);
     let (image, why) = match read_database(path) {
@@ -144,12 +150,12 @@ fn read_image(path: &Path) -> Result<StoreImage, StoreError> {
         Some(image) if copied.commits.is_none_or(|commits| commits <= image.commits) => Ok(image),
         _ => {
             let commits = copied.commits.unwrap_or_default();
-            Ok(StoreImage { rows: copied.rows, schema: copied.schema, commits })
+            Ok(StoreRecords { rows: copied.rows, schema: copied.schema, commits })
         }
     }
 }
 
-fn read_database(path: &Path) -> Result<StoreImage, OpenFailure> {
+fn read_database(path: &Path) -> Result<StoreRecords, OpenFailure> {
     if let Err(error) = std::fs::metadata(path) {
         return match error.kind() {
             std::io::ErrorKind::NotFound => Err(OpenFailure::Damaged("it is missing".to_owned())),
@@ -161,14 +167,19 @@ fn read_database(path: &Path) -> Result<StoreImage, OpenFailure> {
     let schema = schema.ok_or_else(|| OpenFailure::Damaged("it has no tables".to_owned()))?;
     let rows = read_rows(path, &database)?;
     let commits = read_commits(path, &database)?.unwrap_or_default();
-    Ok(StoreImage { rows, schema, commits })
+    Ok(StoreRecords { rows, schema, commits })
 }
 
 /// Reads the copy, again while a daemon writes it at the same time. The error is the reason why it cannot be used.
 fn read_stable_copy(copy: &CopyPaths) -> Result<RestoredCopy, String> {
+    let failed = |error: FileError| Chain(&error).to_string();
     let mut why = String::new();
     for _ in 0..MAX_READS {
-        match read_copy(copy).map_err(|error| Chain(&error).to_string())? {
+        let before = copy.identity().map_err(failed)?;
+        let read = read_copy(copy).map_err(failed)?;
+        match read {
+            // A new snapshot replaces the old one and its changes, in several steps.
+            _ if copy.identity().map_err(failed)? != before => why = "its copy changes all the time".to_owned(),
             None => return Err("it has no copy".to_owned()),
             Some(RestoredCopy { damage: Some(damage), .. }) => why = format!("its copy is damaged: {damage}"),
             Some(RestoredCopy { cut: Some(cut), .. }) => why = format!("its copy is incomplete: {cut}"),

@@ -1,5 +1,6 @@
-//! Implements `nacelle debug bundle`: collects what a report of a fault needs into one archive. It has no credentials and no
-//! environment of containers, its size is bounded, and what cannot be collected is listed in it.
+//! Implements `nacelle debug bundle`: collects what a report of a fault needs into one archive. It has no credentials of registries
+//! and no environment of containers; the log may contain what guests print. Size and time are bounded, also when the daemon hangs,
+//! and what cannot be collected is listed in it.
 
 use super::ExitStatus;
 use super::output::{TableView, print};
@@ -24,6 +25,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 use tonic::transport::Channel;
 
 /// The largest size of a file in the archive, in bytes.
@@ -34,6 +36,12 @@ const MAX_TOTAL: usize = 64 << 20;
 const MAX_TIMELINES: usize = 200;
 /// The number of lines of the journal.
 const JOURNAL_LINES: &str = "5000";
+/// The time in seconds after which the reader of the journal is killed.
+const JOURNAL_SECONDS: &str = "30";
+/// Time for one request to the daemon.
+const REQUEST_LIMIT: Duration = Duration::from_secs(20);
+/// Time for all requests to the daemon.
+const DAEMON_LIMIT: Duration = Duration::from_secs(60);
 /// Files of the node that have no secrets.
 const NODE_FILES: &[&str] = &[
     "/etc/os-release",
@@ -53,7 +61,8 @@ const NODE_FILES: &[&str] = &[
 #[derive(Subcommand)]
 pub(super) enum DebugCommand {
     /// Collects version, configuration, checks, pods with timelines, images, templates, VMs, the daemon's journal and facts of the
-    /// node in an archive that only its owner can read. It has no credentials and no environment of containers.
+    /// node in an archive that only its owner can read. It has no credentials of registries and no environment of containers; the
+    /// journal may contain what guests and network plugins print.
     Bundle {
         /// The archive, which must not exist [default: nacelle-debug-TIME.tar.gz in the working directory].
         #[arg(long, short, value_name = "FILE")]
@@ -65,14 +74,17 @@ pub(super) enum DebugCommand {
 pub(super) fn run(argument: &ConfigArgument, output: Option<PathBuf>) -> anyhow::Result<ExitStatus> {
     let name = || format!("nacelle-debug-{}.tar.gz", format_time(unix_nanos()).unwrap_or_default().replace(':', ""));
     let path = output.unwrap_or_else(|| name().into());
-    let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
-    let file = file.with_context(|| format!("cannot create {}", path.display()))?;
-    let mut bundle = Bundle::new(file);
-    let filled = collect(&mut bundle, argument).and_then(|()| bundle.finish());
-    if let Err(error) = filled {
-        // Half an archive would only mislead. The first error is reported.
+    let failed = || format!("cannot create {}", path.display());
+    anyhow::ensure!(!path.try_exists().with_context(failed)?, "cannot create {}: it exists", path.display());
+    // In memory until it is complete: half an archive would only mislead.
+    let mut archive = Vec::new();
+    let mut bundle = Bundle::new(&mut archive);
+    collect(&mut bundle, argument).and_then(|()| bundle.finish()).context("cannot collect a bundle")?;
+    let mut file = File::options().write(true).create_new(true).mode(0o600).open(&path).with_context(failed)?;
+    if let Err(error) = file.write_all(&archive) {
+        // The first error is reported.
         let _ = std::fs::remove_file(&path);
-        return Err(error.context(format!("cannot write {}", path.display())));
+        return Err(anyhow::Error::new(error).context(format!("cannot write {}", path.display())));
     }
     print(&format!("{}\n", path.display()))?;
     Ok(ExitStatus::Success)
@@ -96,29 +108,48 @@ fn collect(bundle: &mut Bundle<impl Write>, argument: &ConfigArgument) -> anyhow
     bundle.add("", "check.txt", report.as_ref().map(|report| report.table().into_bytes()).map_err(copy_error))?;
     bundle.add_json("check.json", report)?;
     super::runtime()?.block_on(async {
-        match daemon::connect(&config.paths.socket).await {
-            Ok(channel) => collect_from_daemon(bundle, channel, &config).await,
+        let end = Instant::now() + DAEMON_LIMIT;
+        let connected = async { Ok(daemon::connect(&config.paths.socket).await?) };
+        match within(end, connected).await {
+            Ok(channel) => collect_from_daemon(bundle, channel, &config, end).await,
             Err(error) => {
-                bundle.note("pods.json", &error.into());
+                bundle.note("pods.json", &error);
                 Ok(())
             }
         }
     })
 }
 
-async fn collect_from_daemon(bundle: &mut Bundle<impl Write>, channel: Channel, config: &Config) -> anyhow::Result<()> {
+async fn collect_from_daemon(
+    bundle: &mut Bundle<impl Write>,
+    channel: Channel,
+    config: &Config,
+    end: Instant,
+) -> anyhow::Result<()> {
     let mut client = RuntimeServiceClient::new(channel.clone());
-    let pods = PodList::read(&mut client, config).await;
+    let pods = within(end, PodList::read(&mut client, config)).await;
     let ids: Vec<String> = pods.iter().flat_map(PodList::ids).take(MAX_TIMELINES).map(str::to_owned).collect();
     bundle.add_json("pods.json", pods)?;
+    bundle.add_json("images.json", within(end, image::list(channel.clone())).await)?;
+    bundle.add_json("vms.json", within(end, machines::list(channel.clone())).await)?;
+    let mut templates = NodeClient::new(channel);
+    let listed = async {
+        let listed = templates.list_templates(node::ListTemplatesRequest {}).await.map_err(daemon::status_error)?;
+        Ok(TemplateList::new(listed.into_inner()))
+    };
+    bundle.add_json("templates.json", within(end, listed).await)?;
     for id in ids {
-        bundle.add_json(&format!("timelines/{id}.json"), PodTimeline::read(&mut client, &id).await)?;
+        let timeline = within(end, PodTimeline::read(&mut client, &id)).await;
+        bundle.add_json(&format!("timelines/{id}.json"), timeline)?;
     }
-    bundle.add_json("images.json", image::list(channel.clone()).await)?;
-    bundle.add_json("vms.json", machines::list(channel.clone()).await)?;
-    let listed = NodeClient::new(channel).list_templates(node::ListTemplatesRequest {}).await;
-    let listed = listed.map(|listed| TemplateList::new(listed.into_inner())).map_err(daemon::status_error);
-    bundle.add_json("templates.json", listed)
+    Ok(())
+}
+
+/// Awaits an answer of the daemon, which may hang, until `end` at most.
+async fn within<T>(end: Instant, answer: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let limit = end.min(Instant::now() + REQUEST_LIMIT);
+    let answered = tokio::time::timeout_at(limit.into(), answer).await;
+    answered.unwrap_or_else(|_elapsed| Err(anyhow::anyhow!("the daemon did not respond in time")))
 }
 
 /// Returns the configuration with all defaults. The URLs of proxies are left out: they may contain passwords.
@@ -141,7 +172,8 @@ fn read_limited(path: &Path) -> anyhow::Result<Vec<u8>> {
 
 /// Returns the end of the daemon's journal.
 fn read_journal() -> anyhow::Result<Vec<u8>> {
-    let mut command = Command::new("journalctl");
+    let mut command = Command::new("timeout");
+    command.args([JOURNAL_SECONDS, "journalctl"]);
     command.args(["--unit", "nacelle.service", "--no-pager", "--output", "short-iso", "--lines", JOURNAL_LINES]);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().context("cannot run journalctl")?;
@@ -267,6 +299,12 @@ mod tests {
         let missing = &files["nacelle-debug/missing.txt"];
         assert!(missing.contains("pods.json: no daemon") && missing.contains("large: it has"), "{missing}");
         assert_eq!(files.len(), 2);
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_hangs_is_given_up() {
+        let error = within(Instant::now(), std::future::pending::<anyhow::Result<()>>()).await.unwrap_err();
+        assert!(error.to_string().contains("did not respond"), "{error}");
     }
 
     #[test]

@@ -53,12 +53,12 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitStatus> {
             Ok(ExitStatus::Success)
         }
         ConfigCommand::Check { file, output } => {
-            let file = file.unwrap_or_else(|| DEFAULT_PATH.into());
-            let errors = match Config::load_with_files(Some(&file)) {
+            let errors = match Config::load_with_files(file.as_deref()) {
                 Ok(_) => Vec::new(),
                 Err(ConfigError::Invalid { source, .. }) => source.list().to_vec(),
                 Err(error) => return Err(error.into()),
             };
+            let file = file.unwrap_or_else(|| DEFAULT_PATH.into());
             let report = ConfigReport { file, valid: errors.is_empty(), errors };
             output.print(&report)?;
             Ok(ExitStatus::of(report.valid))

@@ -42,7 +42,7 @@ pub(super) fn serve(
     mut supervisor: Supervisor,
     log: LogControl,
 ) -> anyhow::Result<ExitStatus> {
-    let config = Config::load_with_files(argument.config.as_deref())?;
+    let config = Config::load_to_serve(argument.config.as_deref())?;
     log.configure(&config.log.filter);
     let path = argument.config.as_deref().unwrap_or(Path::new(DEFAULT_PATH));
     tracing::info!(version = program::version(), config = %path.display(), log = %log.filter(), "nacelle starts");
@@ -91,8 +91,9 @@ pub(super) fn serve(
 async fn reload_at_hangup(mut hangup: Signal, argument: ConfigArgument, used: Config, log: LogControl) {
     while hangup.recv().await.is_some() {
         let argument = argument.clone();
-        let read = run_blocking("read the configuration", move || argument.load()).await;
-        match read.map_err(anyhow::Error::from).flatten() {
+        let read =
+            run_blocking("read the configuration", move || Config::load_to_serve(argument.config.as_deref())).await;
+        match read.map_err(anyhow::Error::from).and_then(|read| Ok(read?)) {
             Err(error) => tracing::error!("the changed configuration is not used: {error:#}"),
             Ok(config) => {
                 log.configure(&config.log.filter);

@@ -17,6 +17,9 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// The longest path of a Unix socket in bytes: 107 (unix(7)) without what its name has until the daemon accepts connections.
+const MAX_SOCKET_PATH: usize = 104;
+
 /// The memory of the smallest VM that boots the guest.
 const MIN_MEMORY_MIB: u64 = 64;
 /// The largest memory of a VM, far above any node's, which rejects mistyped values.
@@ -126,6 +129,9 @@ pub(super) fn check(config: &Config) -> Vec<BrokenRule> {
     checker.check_streaming(&config.streaming);
     if let Some(MetricsAddress::Unix(path)) = &config.metrics.address {
         checker.check_socket("metrics.address", path);
+        if *path == config.paths.socket {
+            checker.reject("metrics.address", path, "paths.socket has this path; use another one");
+        }
     }
     checker.absolute("machines.efi_code", &config.machines.efi_code);
     checker.absolute("machines.efi_variables", &config.machines.efi_variables);
@@ -144,8 +150,8 @@ pub(super) fn check(config: &Config) -> Vec<BrokenRule> {
 impl Checker {
     fn check_socket(&mut self, key: &str, path: &Path) {
         self.absolute(key, path);
-        if path.as_os_str().len() > 107 {
-            self.reject(key, path, "the path of a Unix socket has at most 107 bytes");
+        if path.as_os_str().len() > MAX_SOCKET_PATH {
+            self.reject(key, path, "the path of a Unix socket has at most 104 bytes");
         }
     }
 

@@ -7,14 +7,19 @@ use nacelle_base::Chain;
 use std::error::Error;
 use std::path::Path;
 
-/// Returns the files that cannot be used. Blocks.
-pub(super) fn check(config: &Config) -> Vec<BrokenRule> {
+/// Returns the files of the streaming server that cannot be used: without them no exec is possible. Blocks.
+pub(super) fn check_streaming(config: &Config) -> Vec<BrokenRule> {
+    let tls = config.streaming_options().tls.into_iter();
+    let broken = tls.filter_map(|tls| {
+        let error = tls.read().and_then(|pem| pem.acceptor().map(drop)).err()?;
+        Some(unusable(KeyPath::from("streaming.tls_cert_file"), &tls.certificate, &error))
+    });
+    broken.collect()
+}
+
+/// Returns the files of registries that cannot be used: without one of them, pulls from that registry fail. Blocks.
+pub(super) fn check_registries(config: &Config) -> Vec<BrokenRule> {
     let mut broken = Vec::new();
-    if let Some(tls) = config.streaming_options().tls
-        && let Err(error) = tls.read().and_then(|pem| pem.acceptor().map(drop))
-    {
-        broken.push(unusable(KeyPath::from("streaming.tls_cert_file"), &tls.certificate, &error));
-    }
     let registries = KeyPath::from("images.registries");
     for (host, registry) in &config.images.registries {
         check_registry(&registries.child(host), host, registry, &mut broken);

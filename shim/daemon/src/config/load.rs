@@ -54,10 +54,21 @@ impl Config {
         read_file(path, |_| Vec::new())
     }
 
-    /// Like `load`, and checks the files that the configuration names: certificates, keys and credentials. Blocks. The daemon
-    /// does so before it opens anything.
+    /// Like `load`, and checks the files that the configuration names: certificates, keys and credentials. Blocks.
     pub fn load_with_files(path: Option<&Path>) -> Result<Config, ConfigError> {
-        read_file(path, files::check)
+        read_file(path, |config| [files::check_streaming(config), files::check_registries(config)].concat())
+    }
+
+    /// Like `load_with_files`, for the daemon: logs the files of registries that cannot be used, because pods whose images are there
+    /// do not need them. Blocks.
+    pub fn load_to_serve(path: Option<&Path>) -> Result<Config, ConfigError> {
+        read_file(path, |config| {
+            for broken in files::check_registries(config) {
+                let problem = broken.into_problem(None);
+                tracing::warn!("pulls from a registry will fail: {}", problem.reason());
+            }
+            files::check_streaming(config)
+        })
     }
 
     /// Parses and checks the text of a file, and logs a warning for each deprecated key; `path` is for errors.

@@ -24,6 +24,7 @@ use prometheus_client::registry::Registry;
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
@@ -36,7 +37,7 @@ pub(crate) struct Exporter {
     streams: StreamingServer,
     accounting: Accounting,
     /// The last text and the time at which it was complete. The lock is held during a scrape: further clients wait for its text.
-    last: Mutex<Option<(Instant, Bytes)>>,
+    last: Arc<Mutex<Option<(Instant, Bytes)>>>,
 }
 
 /// Registers figures of a state.
@@ -84,20 +85,25 @@ impl Exporter {
     /// Creates the exporter of this node; `streams` counts its sessions itself.
     pub(crate) fn new(node: Node, streams: StreamingServer) -> Exporter {
         let accounting = Accounting::new(node.clone());
-        Exporter { node, streams, accounting, last: Mutex::default() }
+        Exporter { node, streams, accounting, last: Arc::default() }
     }
 
-    /// Returns all metrics in OpenMetrics' text format.
-    pub(crate) async fn render(&self) -> Bytes {
-        let mut last = self.last.lock().await;
+    /// Returns all metrics in OpenMetrics' text format; nothing after a panic, which is a defect. A scrape goes on when its client has
+    /// gone, because what it has begun cannot be stopped, and no second one begins meanwhile.
+    pub(crate) async fn render(self: &Arc<Self>) -> Bytes {
+        let mut last = Arc::clone(&self.last).lock_owned().await;
         if let Some((at, text)) = last.as_ref()
             && at.elapsed() < MAX_AGE
         {
             return text.clone();
         }
-        let text = Bytes::from(self.encode().await);
-        *last = Some((Instant::now(), text.clone()));
-        text
+        let exporter = Arc::clone(self);
+        let scrape = tokio::spawn(async move {
+            let text = Bytes::from(exporter.encode().await);
+            *last = Some((Instant::now(), text.clone()));
+            text
+        });
+        scrape.await.unwrap_or_default()
     }
 
     async fn encode(&self) -> String {
@@ -196,11 +202,11 @@ fn add_templates(state: &mut StateRegistrar, catalogue: &TemplateCatalogue) {
     state.gauge(&family::TEMPLATE_MEMORY, bytes.sum());
 }
 
-/// Returns the size of the files of the state store and its copy in bytes. Blocks.
+/// Returns the size in bytes of all files of the state store: the database, its copy, and those that were set aside. Blocks.
 fn store_bytes(store: &Path) -> u64 {
     let (Some(directory), Some(stem)) = (store.parent(), store.file_stem()) else { return 0 };
     let prefix = format!("{}.", stem.to_string_lossy());
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let files = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
-    files.filter_map(|file| Some(file.metadata().ok()?.len())).sum()
+    files.filter_map(|file| file.metadata().ok()).filter(std::fs::Metadata::is_file).map(|file| file.len()).sum()
 }

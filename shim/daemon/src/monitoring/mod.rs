@@ -6,4 +6,4 @@ pub(crate) mod networks;
 mod server;
 
 pub(crate) use exporter::Exporter;
-pub use server::{MetricsListener, MetricsServerError};
+pub(crate) use server::serve_metrics;

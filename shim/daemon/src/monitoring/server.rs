@@ -12,8 +12,8 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use nacelle_base::Chain;
 use nacelle_base::task::{TaskError, run_blocking};
-use nacelle_base::{Chain, Classify, FailureKind};
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -21,7 +21,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::JoinHandle;
 
 /// The only path.
 const PATH: &str = "/metrics";
@@ -40,11 +41,13 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// The pause after a failed accept, for example without free file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time to wait for the lock of a daemon that is about to end.
-const LOCK_LIMIT: Duration = Duration::from_secs(10);
+const LOCK_LIMIT: Duration = Duration::from_secs(1);
+/// The pause after an address could not be used.
+const BIND_PAUSE: Duration = Duration::from_secs(2);
 
 /// Why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
-pub enum MetricsServerError {
+pub(crate) enum MetricsServerError {
     /// The address cannot be listened on.
     #[error(
         "cannot serve metrics on {address}; set metrics.address to an address of this node and a port that no other program uses"
@@ -63,19 +66,51 @@ pub enum MetricsServerError {
     Task(#[from] TaskError),
 }
 
-impl Classify for MetricsServerError {
-    fn kind(&self) -> FailureKind {
-        match self {
-            MetricsServerError::Listen { source, .. } => FailureKind::from(source.kind()),
-            MetricsServerError::Socket(error) => error.kind(),
-            MetricsServerError::Task(error) => error.kind(),
+/// Serves metrics for as long as `end` is not dropped, and removes the path of a Unix socket then. While the address cannot be used,
+/// which any program of the node can cause, the daemon works without metrics and tries again. Returns when the first attempt has ended.
+pub(crate) async fn serve_metrics(
+    address: MetricsAddress,
+    exporter: Arc<Exporter>,
+    end: oneshot::Receiver<()>,
+) -> JoinHandle<()> {
+    let mut reported = String::new();
+    let mut listener = try_bind(&address, &mut reported).await;
+    tokio::spawn(async move {
+        let serve = async {
+            while listener.is_none() {
+                tokio::time::sleep(BIND_PAUSE).await;
+                listener = try_bind(&address, &mut reported).await;
+            }
+            if let Some(listener) = &listener {
+                listener.serve(exporter).await;
+            }
+        };
+        tokio::select! {
+            () = serve => {}
+            _ = end => {}
         }
+        if let Some(listener) = listener {
+            listener.close();
+        }
+    })
+}
+
+/// Listens on the address, and logs an error that is another one than `reported`.
+async fn try_bind(address: &MetricsAddress, reported: &mut String) -> Option<MetricsListener> {
+    let error = match MetricsListener::bind(address).await {
+        Ok(listener) => return Some(listener),
+        Err(error) => Chain(&error).to_string(),
+    };
+    if *reported != error {
+        tracing::error!(error, "metrics are not served; this is tried again");
+        *reported = error;
     }
+    None
 }
 
 /// A listening socket for metrics.
 #[derive(Debug)]
-pub enum MetricsListener {
+pub(crate) enum MetricsListener {
     /// On an IP address.
     Tcp(TcpListener),
     /// On a path, which is removed at the end.
@@ -84,7 +119,7 @@ pub enum MetricsListener {
 
 impl MetricsListener {
     /// Listens on the address.
-    pub async fn bind(address: &MetricsAddress) -> Result<MetricsListener, MetricsServerError> {
+    async fn bind(address: &MetricsAddress) -> Result<MetricsListener, MetricsServerError> {
         match address {
             MetricsAddress::Tcp(address) => {
                 let failed = |source| MetricsServerError::Listen { address: *address, source };
@@ -104,7 +139,7 @@ impl MetricsListener {
     }
 
     /// Serves forever. Dropping the future ends all connections.
-    pub(crate) async fn serve(&self, exporter: Arc<Exporter>) {
+    async fn serve(&self, exporter: Arc<Exporter>) {
         let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut clients = tokio::task::JoinSet::new();
         loop {
@@ -130,7 +165,7 @@ impl MetricsListener {
     }
 
     /// Stops listening, and removes the socket's path. Blocks for a few file operations.
-    pub(crate) fn close(self) {
+    fn close(self) {
         let MetricsListener::Unix(listener, owned) = self else { return };
         drop(listener);
         if let Err(error) = owned.remove() {
@@ -159,7 +194,7 @@ async fn serve_connection(
     }
 }
 
-async fn answer(request: Request<Incoming>, exporter: &Exporter) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn answer(request: Request<Incoming>, exporter: &Arc<Exporter>) -> Result<Response<Full<Bytes>>, Infallible> {
     Ok(match (request.uri().path(), request.method()) {
         (PATH, &Method::GET) => response(StatusCode::OK, OPEN_METRICS, exporter.render().await),
         (PATH, _) => {

@@ -141,8 +141,12 @@ async fn describe_failed_start(dir: &Path, status: ExitStatus, log: PathBuf) -> 
     match (recorded.filter(|failure| !failure.is_empty()), status.code().and_then(codes::kind_of_exit_code)) {
         (Some(message), Some(kind)) => ClientError::Rejected { kind, message },
         _ => {
-            let tail = log_tail(dir).filter(|tail| !tail.is_empty()).map(|tail| format!(": {tail}"));
-            ClientError::EndedBeforeReply { status, log, tail: tail.unwrap_or_else(|| ", which is empty".to_owned()) }
+            let tail = match log_tail(dir) {
+                Some(tail) if tail.is_empty() => ", which is empty".to_owned(),
+                Some(tail) => format!(": {tail}"),
+                None => String::new(),
+            };
+            ClientError::EndedBeforeReply { status, log, tail }
         }
     }
 }

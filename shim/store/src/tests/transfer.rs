@@ -2,7 +2,9 @@
 
 use super::super::*;
 use super::damage::{Place, check_filled};
+use crate::copy_writer::CopyPolicy;
 use nacelle_model::testing::{container, pod};
+use std::time::Duration;
 
 /// Returns the files of a store with checksums of their content.
 fn content(place: &Place) -> Vec<(PathBuf, u32)> {
@@ -47,6 +49,38 @@ async fn an_export_of_a_store_in_use_has_each_answered_commit() {
         let counts = tokio::task::spawn_blocking(move || export_store(&path, &file)).await.unwrap().unwrap();
         assert_eq!(counts.pods, usize::from(n));
     }
+}
+
+#[tokio::test]
+async fn an_export_while_snapshots_replace_each_other_has_each_answered_commit() {
+    let place = Place::new();
+    let policy = CopyPolicy { pause: Duration::ZERO, changes: 1 };
+    let (store, _) = Store::open_with(&place.path(), None, policy).unwrap();
+    for n in 1..=60 {
+        store.commit(vec![Change::Pod(pod(n).into())]).await.unwrap();
+        let (path, file) = (place.path(), place.0.path().join("exported"));
+        let counts = tokio::task::spawn_blocking(move || export_store(&path, &file)).await.unwrap().unwrap();
+        assert_eq!(counts.pods, usize::from(n));
+    }
+}
+
+#[test]
+fn an_export_does_not_replace_the_store_itself() {
+    let place = Place::new();
+    place.fill();
+    let before = content(&place);
+    for target in ["state.redb", "state.copy", "state.changes.1", "./state.redb"] {
+        let error = export_store(&place.path(), &place.0.path().join(target)).unwrap_err().to_string();
+        assert!(error.contains("a file of the store itself"), "{error}");
+    }
+    assert_eq!(content(&place), before);
+    let link = place.0.path().join("link");
+    std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+    for other in [&link, place.0.path()] {
+        let error = export_store(&place.path(), other).unwrap_err().to_string();
+        assert!(error.contains("not a regular file"), "{error}");
+    }
+    assert!(link.is_symlink());
 }
 
 #[test]

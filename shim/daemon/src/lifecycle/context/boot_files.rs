@@ -7,6 +7,7 @@ use nacelle_engine::{InitrdError, KernelError, check_initrd, check_kernel};
 use nacelle_pod::spec::{EngineSpec, PodSpec};
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// The device of engine `kvm`.
@@ -41,6 +42,18 @@ pub enum BootFileError {
         advice: &'static str,
         /// The cause.
         source: io::Error,
+    },
+    /// A file is of another kind.
+    #[error("{what} {path} is not {expected}; {advice}", path = path.display())]
+    OtherKind {
+        /// The file: "the guest's kernel".
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// The kind that it must have: "a regular file".
+        expected: &'static str,
+        /// The remedy.
+        advice: &'static str,
     },
     /// The file is not a kernel that the engine can start.
     #[error("the guest's kernel {path} cannot be started; {KERNEL_ADVICE}", path = path.display())]
@@ -88,21 +101,71 @@ impl BootFiles {
         match self.engine {
             EngineKind::Kvm => {
                 let advice = "load the module kvm_intel or kvm_amd, or set engine = \"auto\" for the handler";
-                open("the device of engine kvm", Path::new(KVM), advice)?;
+                open("the device of engine kvm", Path::new(KVM), FileRole::Device, advice)?;
             }
             EngineKind::Qemu => {
-                open("QEMU", &self.qemu, "install qemu-system-x86")?;
+                open("QEMU", &self.qemu, FileRole::Program, "install qemu-system-x86")?;
             }
             EngineKind::Host => return Ok(()),
         }
-        let kernel = open("the guest's kernel", &self.kernel, KERNEL_ADVICE)?;
+        let kernel = open("the guest's kernel", &self.kernel, FileRole::Data, KERNEL_ADVICE)?;
         check_kernel(&kernel, self.memory_mib, self.engine)
             .map_err(|source| BootFileError::Kernel { path: self.kernel.clone(), source })?;
-        let initrd = open("the guest's initramfs", &self.initrd, INITRD_ADVICE)?;
+        let initrd = open("the guest's initramfs", &self.initrd, FileRole::Data, INITRD_ADVICE)?;
         check_initrd(&initrd).map_err(|source| BootFileError::Initrd { path: self.initrd.clone(), source })
     }
 }
 
-fn open(what: &'static str, path: &Path, advice: &'static str) -> Result<File, BootFileError> {
-    File::open(path).map_err(|source| BootFileError::Open { what, path: path.to_owned(), advice, source })
+/// What a file must be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FileRole {
+    /// A regular file.
+    Data,
+    /// A regular file that can be executed.
+    Program,
+    /// A character device.
+    Device,
+}
+
+/// Opens a file for reading. Does not wait for a writer if it is a FIFO.
+fn open(what: &'static str, path: &Path, role: FileRole, advice: &'static str) -> Result<File, BootFileError> {
+    let failed = |source| BootFileError::Open { what, path: path.to_owned(), advice, source };
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+    let metadata = file.metadata().map_err(failed)?;
+    let (is_right, expected) = match role {
+        FileRole::Data => (metadata.is_file(), "a regular file"),
+        FileRole::Program => (metadata.is_file() && metadata.mode() & 0o111 != 0, "a program that can be executed"),
+        FileRole::Device => (metadata.file_type().is_char_device(), "a character device"),
+    };
+    match is_right {
+        true => Ok(file),
+        false => Err(BootFileError::OtherKind { what, path: path.to_owned(), expected, advice }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::stat::Mode;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_file_of_another_kind_is_refused_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let (fifo, file) = (directory.path().join("fifo"), directory.path().join("file"));
+        nix::unistd::mkfifo(&fifo, Mode::S_IRWXU).unwrap();
+        std::fs::write(&file, "").unwrap();
+        let kind =
+            |path: &Path, role| open("the file", path, role, "install it").map(drop).map_err(|error| error.to_string());
+        for path in [fifo.as_path(), directory.path()] {
+            let error = kind(path, FileRole::Data).unwrap_err();
+            assert!(error.contains("is not a regular file; install it"), "{error}");
+        }
+        assert_eq!(kind(&file, FileRole::Data), Ok(()));
+        assert!(kind(&file, FileRole::Program).unwrap_err().contains("executed"));
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(kind(&file, FileRole::Program), Ok(()));
+        assert!(kind(&file, FileRole::Device).unwrap_err().contains("a character device"));
+        assert_eq!(kind(Path::new("/dev/null"), FileRole::Device), Ok(()));
+    }
 }

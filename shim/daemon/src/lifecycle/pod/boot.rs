@@ -242,12 +242,24 @@ async fn configure(
     }
     // Measured by the pod process; its times are not verified.
     timeline.add(std::mem::take(&mut configured.steps).into_iter().map(|step| TimelineStep {
-        what: clip(&step.name).chars().take(STEP_NAME).collect(),
+        what: name_of_step(&step.name),
         at: step.started_at,
         micros: step.micros,
         failed: false,
     }));
     Ok(configured)
+}
+
+/// The steps that the daemon measures itself.
+const OWN_STEPS: [&str; 6] =
+    ["kernel out of its image", "network namespace", "CNI", "pod process", "taps joined to the network", "guest ready"];
+
+/// Returns the name of a step that a pod process has measured. It may not pass for one of the daemon's.
+fn name_of_step(name: &str) -> String {
+    match OWN_STEPS.contains(&name) {
+        true => "a step of the pod process".to_owned(),
+        false => clip(name).chars().take(STEP_NAME).collect(),
+    }
 }
 
 /// Returns the error of a VM that has ended while it booted: that the node's kernel killed it for lack of memory, if it did.
