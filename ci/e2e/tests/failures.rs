@@ -268,11 +268,13 @@ fn a_daemon_without_its_root_says_so() {
         "chown 1:1 {0} && chmod 700 {0} && exec setpriv --bounding-set -dac_override,-dac_read_search --inh-caps -all \"$@\"",
         path("root").display()
     );
-    for (failure, script) in [("state root is read-only", read_only), ("state root without permission", unprivileged)] {
+    for (failure, script, code) in
+        [("state root is read-only", read_only, 1), ("state root without permission", unprivileged, 4)]
+    {
         let mut serve = std::process::Command::new("timeout");
         serve.args(["40", "unshare", "--mount", "sh", "-c", &script, "sh"]).arg(path_from_env("NACELLE_BIN"));
         let ended = run(serve.args(["serve", "--config"]).arg(&config));
-        assert_eq!(ended.code, 1, "{failure}: {ended:?}");
+        assert_eq!(ended.code, code, "{failure}: {ended:?}");
         let [expected] = page::row(failure).spans[..] else { panic!("{failure}: one text") };
         let last = ended.stderr.lines().last().unwrap_or_default();
         let message = last.split_once("nacelle: ").map_or(last, |(_, message)| message);

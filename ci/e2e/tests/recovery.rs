@@ -1,6 +1,7 @@
 //! Tests recovery after any process was killed.
 
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
+use nacelle_e2e::run::run_program;
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
@@ -347,6 +348,30 @@ fn three_pods_survive_the_loss_of_the_state_store() {
         assert_eq!(node.crictl.call(["exec", "--sync", container, "echo", "imported"]), "imported");
         node.crictl.call(["rmp", "--force", pod]);
     }
+    eventually("nothing is left", || node.leaked().is_empty().then_some(()));
+}
+
+#[test]
+fn a_container_without_a_record_ends_and_its_pod_does_not() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let export = node.directory().join("exported").display().to_string();
+    let seconds = format!("60{}", std::process::id());
+    let (pod, kept) = {
+        let (pod, kept) = pod_with_sleeper(&node, &image, "adopted");
+        node.nacelle(&["store", "export", &export]).ok();
+        pod.start(ContainerRequest::sh("late", &image, &format!("exec sleep {seconds}")));
+        (pod.id.clone(), kept.id.clone())
+    };
+    node.kill();
+    node.nacelle(&["store", "import", "--replace", &export]).ok();
+    node.start();
+    assert_eq!(node.crictl.call(["ps", "-aq"]), kept);
+    assert_eq!(node.crictl.call(["exec", "--sync", &kept, "echo", "runs"]), "runs");
+    assert!(node.log().contains("ended a container without a record"));
+    // On engine `host` its process would be one of the node's.
+    assert_ne!(run_program("pgrep", ["-fx", &format!("sleep {seconds}")]).code, 0);
+    node.crictl.call(["rmp", "--force", &pod]);
     eventually("nothing is left", || node.leaked().is_empty().then_some(()));
 }
 

@@ -99,9 +99,16 @@ fn linked_packages(metadata: &Value) -> Result<BTreeSet<String>, Box<dyn Error>>
     let packages = metadata["packages"].as_array().into_iter().flatten();
     let programs = packages.filter(|package| PROGRAMS.iter().any(|name| package["name"] == *name));
     let mut open: Vec<&str> = programs.filter_map(|package| package["id"].as_str()).collect();
+    let is_macro = |package: &&Value| {
+        let targets = package["targets"].as_array().into_iter().flatten();
+        targets.flat_map(|target| target["kind"].as_array().into_iter().flatten()).any(|kind| kind == "proc-macro")
+    };
+    // Macros run while the programs are built, and with them all that only they need.
+    let packages = metadata["packages"].as_array().into_iter().flatten();
+    let macros: BTreeSet<&str> = packages.filter(is_macro).filter_map(|package| package["id"].as_str()).collect();
     let mut linked = BTreeSet::new();
     while let Some(id) = open.pop() {
-        if !linked.insert(id.to_owned()) {
+        if macros.contains(id) || !linked.insert(id.to_owned()) {
             continue;
         }
         for dependency in dependencies.get(id).and_then(|deps| deps.as_array()).into_iter().flatten() {
@@ -144,10 +151,12 @@ mod tests {
                 package("linked", registry(), json!("MIT/Apache-2.0")),
                 package("below", registry(), Value::Null),
                 package("of-tests", registry(), json!("MIT")),
+                json!({"id": "derive", "name": "derive", "version": "1.0.0", "source": "registry", "targets": [{"kind": ["proc-macro"]}]}),
             ],
             "resolve": {"nodes": [
                 {"id": "nacelle-daemon", "deps": [
                     {"pkg": "linked", "dep_kinds": [{"kind": null}]},
+                    {"pkg": "derive", "dep_kinds": [{"kind": null}]},
                     {"pkg": "of-tests", "dep_kinds": [{"kind": "dev"}, {"kind": "build"}]},
                 ]},
                 {"id": "nacelle-agent", "deps": []},

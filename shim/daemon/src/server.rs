@@ -295,6 +295,11 @@ pub async fn serve(
     let socket = node.services().config.paths.socket.clone();
     let (streams, streaming) =
         nacelle_stream::StreamingServer::bind(&node.services().config.streaming_options()).await?;
+    let (metrics_end, ended) = tokio::sync::oneshot::channel();
+    let metrics = match node.services().config.metrics.address.clone() {
+        Some(address) => Some(serve_metrics(address, Exporter::new(node.clone(), streams.clone()).into(), ended).await),
+        None => None,
+    };
     let (listener, own) = match claim {
         // The service manager's socket stays after the daemon's end: clients wait on it for the next daemon.
         ServeClaim::Passed(listener) => (UnixListener::from_std(listener).map_err(at("listen on", &socket))?, None),
@@ -312,11 +317,6 @@ pub async fn serve(
     let _verification = AbortOnDropHandle::new(tokio::spawn(verify_images(node.clone())));
     let building = node.clone();
     let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
-    let (metrics_end, ended) = tokio::sync::oneshot::channel();
-    let metrics = match node.services().config.metrics.address.clone() {
-        Some(address) => Some(serve_metrics(address, Exporter::new(node.clone(), streams.clone()).into(), ended).await),
-        None => None,
-    };
     let counters = node.services().counters.clone();
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();

@@ -18,6 +18,8 @@ use std::time::SystemTime;
 
 /// The largest number of a file of changes: one that no daemon reaches. Files with larger ones are not of a store.
 const MAX_GENERATION: u64 = 1 << 62;
+/// The largest number of commits that a file may name: more than any store reaches.
+const MAX_COMMITS: u64 = 1 << 62;
 
 /// The version of the format of both files.
 const FORMAT: u32 = 1;
@@ -125,7 +127,8 @@ impl CopyPaths {
     pub fn last_generation(&self) -> Result<u64, FileError> {
         let path = self.snapshot();
         let mut line = Vec::new();
-        let read = File::open(&path).and_then(|file| BufReader::new(file).take(MAX_LINE).read_until(b'\n', &mut line));
+        let read =
+            open_at_once(&path).and_then(|file| BufReader::new(file).take(MAX_LINE).read_until(b'\n', &mut line));
         match read {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at("read", &path)(error)),
             _ => {}
@@ -142,6 +145,11 @@ impl CopyPaths {
         let old = self.generations()?.into_iter().filter(|number| *number < generation);
         old.map(|number| remove_if_there(&self.changes(number))).fold(Ok(()), Result::and)
     }
+}
+
+/// Opens a file for reading. Does not wait for a writer if it is a FIFO.
+pub(crate) fn open_at_once(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 /// Writes one line; fails if it is longer than a reader accepts.
@@ -375,9 +383,19 @@ pub(crate) fn read_export(path: &Path) -> Result<RestoredCopy, StoreError> {
     let invalid = |why: String| StoreError::InvalidExport { path: path.to_owned(), why };
     let mut rows = BTreeMap::new();
     let read = read_lines(path, &mut rows, None)?.ok_or_else(|| invalid("it does not exist".to_owned()))?;
-    let header = read.header.ok_or_else(|| invalid("its first line is invalid".to_owned()))?;
+    let header = read.header.ok_or_else(|| {
+        let reason = if read.cut.as_deref().is_some_and(|cut| cut.ends_with("is not a file")) {
+            "it is not a file"
+        } else {
+            "its first line is invalid"
+        };
+        invalid(reason.to_owned())
+    })?;
     if !read.ended {
         return Err(invalid(read.cut.unwrap_or_else(|| "its end is missing".to_owned())));
+    }
+    if header.generation != 0 {
+        return Err(invalid("it is the snapshot or a part of a copy, which may lack changes".to_owned()));
     }
     let rows = rows.into_iter().map(|((table, key), value)| StoredRow { table, key, value: Some(value) }).collect();
     let ReadLines { modified: changed_at, .. } = read;
@@ -418,7 +436,7 @@ fn read_lines(
     rows: &mut BTreeMap<(StoreTable, String), Vec<u8>>,
     expected: Option<ExpectedHeader>,
 ) -> Result<Option<ReadLines>, FileError> {
-    let file = match File::open(path) {
+    let file = match open_at_once(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened.map_err(at("open", path))?,
     };
@@ -439,7 +457,9 @@ fn read_lines(
         number += 1;
         match (decode_line(&line), read.header, read.ended) {
             (Some(CopyLine::Begin(header)), None, _)
-                if header.format == FORMAT && expected.as_ref().is_none_or(|expected| expected.allows(header)) =>
+                if header.format == FORMAT
+                    && header.commits.is_none_or(|commits| commits <= MAX_COMMITS)
+                    && expected.as_ref().is_none_or(|expected| expected.allows(header)) =>
             {
                 read.header = Some(header);
             }

@@ -217,7 +217,8 @@ pub(crate) fn write_rows(database: &Database, rows: &[StoredRow]) -> Result<u64,
     let transaction = database.begin_write().map_err(access("write"))?;
     put_rows(&transaction, rows)?;
     let mut counters = transaction.open_table(COUNTERS).map_err(access("write"))?;
-    let commits = counters.get(COMMITS_KEY).map_err(access("write"))?.map_or(0, |commits| commits.value()) + 1;
+    let commits =
+        counters.get(COMMITS_KEY).map_err(access("write"))?.map_or(0, |commits| commits.value()).saturating_add(1);
     counters.insert(COMMITS_KEY, commits).map_err(access("write"))?;
     drop(counters);
     transaction.commit().map_err(access("write"))?;

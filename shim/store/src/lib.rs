@@ -192,8 +192,21 @@ impl StoreFile {
     }
 }
 
+/// Ends the daemon when the writer panics: one that cannot record anything must not go on, and the next one finds its pods again.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("BUG: the writer of the state store panicked; the daemon ends");
+            std::process::abort();
+        }
+    }
+}
+
 /// Runs the writer: one transaction per commit, in order.
 fn write_all(mut file: StoreFile, mut commits: mpsc::Receiver<Commit>, mut observer: Option<CommitObserver>) {
+    let _abort = AbortOnPanic;
     let mut number = 0;
     let mut notify =
         |number, phase| observer.as_mut().map_or(ControlFlow::Continue(()), |observe| observe(number, phase));

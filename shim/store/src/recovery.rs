@@ -3,7 +3,7 @@
 //! the store is refused. It begins empty only if there is neither a database nor a copy.
 
 use crate::Contents;
-use crate::copy::{CopyPaths, RestoredCopy, read_copy};
+use crate::copy::{CopyPaths, RestoredCopy, open_at_once, read_copy};
 use crate::database::{
     SCHEMA, StoredRow, create_database, decode_rows, describe_unreadable, migrate, open_database, read_commits,
     read_rows, read_schema, write_rows,
@@ -236,6 +236,10 @@ fn load(path: &Path) -> Result<Option<(Database, Contents, Option<u64>)>, LoadFa
     match std::fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(LoadFailure::Unusable(at("find", path)(error).into())),
+        Ok(file) if !file.is_file() => {
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+            return Err(LoadFailure::Unusable(at("open", path)(error).into()));
+        }
         Ok(file) if file.len() == 0 => return Err(OpenFailure::Damaged("it is empty".to_owned()).into()),
         Ok(_) => {}
     }
@@ -307,7 +311,7 @@ pub(crate) enum SetAside {
 /// Opens the file of the database and locks it, which keeps out a daemon that has it open or opens it. Waits for at most `timeout`.
 pub(crate) fn lock_database_file(path: &Path, timeout: Duration) -> Result<File, StoreError> {
     let deadline = Instant::now() + timeout;
-    let file = File::open(path).map_err(at("open", path))?;
+    let file = open_at_once(path).map_err(at("open", path))?;
     loop {
         match file.try_lock() {
             Ok(()) => break,

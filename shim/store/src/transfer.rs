@@ -137,7 +137,8 @@ fn read_records(path: &Path) -> Result<StoreRecords, StoreError> {
         Ok(image) => (Some(image), String::new()),
         Err(OpenFailure::Unusable(StoreError::InUse { .. })) => (None, "the daemon has its database".to_owned()),
         Err(OpenFailure::Damaged(why)) => (None, format!("its database is damaged ({why})")),
-        Err(OpenFailure::Unusable(error)) => return Err(error),
+        // The disk may be read-only, and the copy is.
+        Err(OpenFailure::Unusable(error)) => (None, Chain(&error).to_string()),
     };
     let copied = match read_stable_copy(&copy) {
         Ok(copied) => copied,
@@ -156,11 +157,13 @@ fn read_records(path: &Path) -> Result<StoreRecords, StoreError> {
 }
 
 fn read_database(path: &Path) -> Result<StoreRecords, OpenFailure> {
-    if let Err(error) = std::fs::metadata(path) {
-        return match error.kind() {
-            std::io::ErrorKind::NotFound => Err(OpenFailure::Damaged("it is missing".to_owned())),
-            _ => Err(StoreError::from(at("find", path)(error)).into()),
-        };
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(OpenFailure::Damaged("it is missing".to_owned()));
+        }
+        Err(error) => return Err(StoreError::from(at("find", path)(error)).into()),
+        Ok(metadata) if !metadata.is_file() => return Err(OpenFailure::Damaged("it is not a regular file".to_owned())),
+        Ok(_) => {}
     }
     let database = open_database_within(path, Duration::ZERO)?;
     let schema = read_schema(path, &database)?;

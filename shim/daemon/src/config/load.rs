@@ -8,9 +8,12 @@ use super::{Config, DEFAULT_PATH, Handler, RegistrySettings, check, files, hosts
 use nacelle_base::files::{FileError, at};
 use nacelle_base::{Chain, Classify, FailureKind};
 use serde::Deserialize;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use toml::de::DeTable;
 
+/// The largest size of a configuration file in bytes.
+const MAX_BYTES: u64 = 4 << 20;
 /// The largest number of mistakes that are reported.
 const MAX_PROBLEMS: usize = 100;
 
@@ -108,7 +111,7 @@ fn read_file(path: Option<&Path>, more: fn(&Config) -> Vec<BrokenRule>) -> Resul
         Some(path) => (path, true),
         None => (Path::new(DEFAULT_PATH), false),
     };
-    let text = match std::fs::read_to_string(path) {
+    let text = match read_text(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && !needed => String::new(),
         other => other.map_err(at("read", path))?,
     };
@@ -118,6 +121,16 @@ fn read_file(path: Option<&Path>, more: fn(&Config) -> Vec<BrokenRule>) -> Resul
     });
     log_warnings(&parsed.warnings, path);
     sound(parsed.config, parsed.problems, path)
+}
+
+/// Reads a file of a bounded size.
+fn read_text(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let read = std::fs::File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
+    match u64::try_from(read).is_ok_and(|read| read <= MAX_BYTES) {
+        true => Ok(text),
+        false => Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, "it is larger than 4 MiB")),
+    }
 }
 
 fn log_warnings(warnings: &[String], path: &Path) {

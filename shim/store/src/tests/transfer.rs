@@ -143,8 +143,11 @@ fn an_invalid_export_is_refused_and_changes_nothing() {
     let intact = std::fs::read_to_string(&file).unwrap();
     let lines: Vec<_> = intact.lines().collect();
     let sealed = |json: &str| format!("{:08x} {json}\n", crc32fast::hash(json.as_bytes()));
-    let header =
-        |schema: u32| sealed(&format!(r#"{{"begin":{{"format":1,"schema":{schema},"generation":0,"commits":1}}}}"#));
+    let first = |schema: u32, generation: u64, commits: u64| {
+        let fields = format!(r#""format":1,"schema":{schema},"generation":{generation},"commits":{commits}"#);
+        sealed(&format!(r#"{{"begin":{{{fields}}}}}"#))
+    };
+    let header = |schema: u32| first(schema, 0, 1);
     let row = |row: &str| {
         format!("{}{}{}", header(SCHEMA), sealed(&format!(r#"{{"rows":[{row}]}}"#)), sealed(r#"{"end":1}"#))
     };
@@ -157,6 +160,8 @@ fn an_invalid_export_is_refused_and_changes_nothing() {
         (format!("{}{}", header(SCHEMA + 1), sealed(r#"{"end":0}"#)), "schema 3"),
         (row(r#"["pods","x",{"version":1}]"#), "pod x"),
         (row(r#"["settings","pod_cidr",7]"#), "pod_cidr"),
+        (format!("{}{}", first(SCHEMA, 0, u64::MAX), sealed(r#"{"end":0}"#)), "its first line"),
+        (format!("{}{}", first(SCHEMA, 7, 1), sealed(r#"{"end":0}"#)), "may lack changes"),
     ];
     for (text, why) in &cases {
         std::fs::write(&file, text).unwrap();
@@ -164,8 +169,29 @@ fn an_invalid_export_is_refused_and_changes_nothing() {
         assert!(error.contains(why) && error.contains(file.to_str().unwrap()), "{why}: {error}");
         assert_eq!(content(&to), before, "{why}");
     }
+    let fifo = to.0.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let error = import_store(&fifo, &to.path(), true).unwrap_err().to_string();
+    assert!(error.contains("it is not a file"), "{error}");
     let error = import_store(&to.0.path().join("none"), &to.path(), true).unwrap_err().to_string();
     assert!(error.contains("does not exist"), "{error}");
+}
+
+#[test]
+fn fifos_in_place_of_the_files_of_a_store_hang_nothing() {
+    for name in ["state.redb", "state.copy"] {
+        let place = Place::new();
+        place.fill();
+        let path = place.0.path().join(name);
+        std::fs::remove_file(&path).unwrap();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(export_store(&place.path(), &place.0.path().join("exported")).unwrap(), FILLED, "{name}");
+        let opened = Store::open(&place.path(), None).map(|(_, contents)| contents.pods.len());
+        match name {
+            "state.redb" => assert!(opened.unwrap_err().to_string().contains("state.redb")),
+            _ => assert_eq!(opened.unwrap(), 3),
+        }
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::lifecycle::actor;
 use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
 use crate::lifecycle::actor::table::{Handle, Table, send_request};
+use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::{NodeServices, unix_nanos};
 use crate::metrics::EventCounters;
 use crate::metrics::labels::{ExitReason, RecoveryOutcome, VmEndCause};
@@ -149,6 +150,11 @@ impl Node {
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
         let counters = &self.services.counters;
         counters.count_recovery(outcome(plan));
+        if let (Plan::Adopt, Some(client), Some(state)) = (plan, &client, &last) {
+            let known: BTreeSet<&str> = containers.iter().map(|container| container.id.as_str()).collect();
+            let unknown = state.containers.iter().map(|reported| reported.id.as_str()).filter(|id| !known.contains(id));
+            end_unrecorded_containers(&self.services, &pod.id, client, unknown).await;
+        }
         let (mut remove, mut make) = (Vec::new(), Vec::new());
         for container in &mut containers {
             let how = match (plan, &last) {
@@ -253,6 +259,35 @@ fn outcome(plan: Plan) -> RecoveryOutcome {
         Plan::Undo => RecoveryOutcome::CleanedUp,
         Plan::Discard => RecoveryOutcome::Discarded,
         Plan::Rest => RecoveryOutcome::Stopped,
+    }
+}
+
+/// Ends containers that run in an adopted pod and have no record, which a store that was restored or imported may lack: a client
+/// does not know them, and may start a second instance. A pod process can name any containers; all of them have one time limit.
+async fn end_unrecorded_containers(
+    services: &NodeServices,
+    pod: &PodId,
+    client: &PodClient,
+    unknown: impl Iterator<Item = &str>,
+) {
+    let end_all = async {
+        for container in unknown {
+            let ended = async {
+                client.stop_container(container, Duration::ZERO).await?;
+                client.remove_container(container).await
+            };
+            let container = clip(container);
+            match ended.await {
+                Ok(()) => tracing::warn!(%pod, container, "ended a container without a record"),
+                Err(error) => {
+                    let error = Chain(&error);
+                    tracing::error!(%pod, container, %error, "cannot end a container without a record; it ends with the pod");
+                }
+            }
+        }
+    };
+    if timeout(services.request_timeout(), end_all).await.is_err() {
+        tracing::error!(%pod, "cannot end all containers without a record in time; they end with the pod");
     }
 }
 

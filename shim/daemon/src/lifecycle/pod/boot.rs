@@ -17,7 +17,7 @@ use crate::lifecycle::template::TemplateOutcome;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::timeline::{Timeline, TimelineStep};
-use nacelle_base::{Chain, PodId, files};
+use nacelle_base::{Chain, FailureKind, PodId, files};
 use nacelle_model::machine::INTERFACE;
 use nacelle_model::pod::{PodConfig, PodKind};
 use nacelle_model::resources::VmResources;
@@ -25,11 +25,12 @@ use nacelle_net::{Attachment, InterfaceUsage, PodRef};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::run_dir::{self, RUN_BYTES};
 use nacelle_pod::spec::PodSpec;
-use nacelle_proto::pod::ConfigureResponse;
+use nacelle_proto::pod::{ConfigureResponse, Phase};
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
@@ -43,6 +44,9 @@ pub(crate) struct BootedPod {
 
 /// The step that creates the VM.
 const START: &str = "start the machine of the pod";
+const BOOT: &str = "boot the machine of the pod";
+/// Time to ask a pod process whether its VM has ended, after something else has failed.
+const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// The longest name of a boot step in bytes; a pod process may report anything.
 const STEP_NAME: usize = 64;
@@ -167,9 +171,14 @@ async fn start(
             }
         });
     let client = client.map_err(at(START))?;
-    let mut attached = attached
-        .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })?
-        .map_err(at("attach the pod to its network"))?;
+    let attached = attached
+        .map_err(|_elapsed| LifecycleError::TooSlow { step: "attach the pod to its network", limit })
+        .and_then(|attached| attached.map_err(at("attach the pod to its network")));
+    let mut attached = match attached {
+        Ok(attached) => attached,
+        // A VM that has ended meanwhile is the cause that is reported.
+        Err(error) => return Err(find_end(services, id, &client).await.unwrap_or(error)),
+    };
     if let Some(network) = &spec.network {
         keep_only(&mut attached.network, &network.interfaces);
     }
@@ -190,6 +199,19 @@ async fn start(
         Ok(())
     };
     Ok(StartedPod { client, attached, joined })
+}
+
+/// Returns the error of a VM that has ended before it was configured; `None` if it has not, or if its process does not say so in time.
+async fn find_end(services: &NodeServices, id: &PodId, client: &PodClient) -> Option<LifecycleError> {
+    let error = match timeout(END_LIMIT, client.state()).await.ok()? {
+        Ok(state) if state.phase() == Phase::Stopped && !state.failure.is_empty() => {
+            let message = format!("the VM has ended: {}", clip(&state.failure));
+            ClientError::Rejected { kind: FailureKind::Unavailable, message }
+        }
+        Err(error @ (ClientError::Ended { .. } | ClientError::OutOfMemory { .. })) => error,
+        _ => return None,
+    };
+    Some(at(BOOT)(with_memory(services, id, error).await))
 }
 
 /// Describes the pod for the network plugins.
@@ -226,7 +248,7 @@ async fn configure(
     let NewPod { id, config, .. } = pod;
     let node = blocking(|| std::fs::read_to_string("/etc/resolv.conf")).await.unwrap_or_default();
     let request = configuration(config, attached, &node);
-    let (step, limit) = ("boot the machine of the pod", services.config.sandbox.boot_timeout);
+    let (step, limit) = (BOOT, services.config.sandbox.boot_timeout);
     let configured = tokio::select! {
         () = cancel.cancelled() => return Err(LifecycleError::Cancelled),
         configured = timeout(limit, timeline.measure("guest ready", client.configure(request))) => configured,
