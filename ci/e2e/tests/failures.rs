@@ -14,7 +14,7 @@ use failures::{answer, guest_files, page, plugins, registry};
 use nacelle_e2e::node::{NodeOptions, engine};
 use nacelle_e2e::run::{eventually, run, run_program};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, path_from_env};
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -164,13 +164,15 @@ fn the_end_of_a_vm_is_the_cause_whatever_else_fails() {
         kill_during_start(&node, Victim::Vm, after, row, || ());
         kill_during_start(&node, Victim::PodProcess, after, "pod process killed while it starts", || ());
     }
-    // The taps end with the VM: whether they are joined before or after its end must not matter.
+    // The taps end with the VM: whether they are joined before or after its end must not matter, nor that the plugin refuses then.
     plugins::wait_for_file(&node);
     for number in 0..kills {
         let row = of_engine("QEMU killed while the plugins run", "agent killed while the plugins run, engine host");
         let go = node.directory().join("go");
         kill_during_start(&node, Victim::Vm, Duration::from_millis(number * 40), row, || {
-            File::create(&go).expect("the node's directory is writable");
+            let new = go.with_extension("new");
+            fs::write(&new, if number % 2 == 0 { "" } else { "refuse" }).expect("the node's directory is writable");
+            fs::rename(&new, &go).expect("it was created");
         });
         fs::remove_file(&go).expect("it was created");
     }
