@@ -1,7 +1,9 @@
 //! Tests functions of the scripts below `ci`.
 
 use nacelle_e2e::eventually;
+use nacelle_e2e::run::run_program;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -77,4 +79,23 @@ fn a_run_cleans_up_at_sigterm() {
     assert_eq!((status.code(), status.signal()), (Some(3), None), "the exit code is that of the command");
     let rest: Vec<String> = lines.map_while(Result::ok).collect();
     assert_eq!(rest, ["cleaned up"], "the output ends, so nothing of the run is left");
+}
+
+#[test]
+fn programs_that_are_cut_leave_no_process_and_are_no_success() {
+    let directory = tempfile::tempdir().expect("the temporary directory is writable");
+    let program = directory.path().join("program");
+    let sleeper = format!("sleep 70{}", std::process::id());
+    let script = format!("#!/bin/sh\ntrap 'exit 0' TERM\n{sleeper} &\nwait\n");
+    std::fs::write(&program, script).expect("the temporary directory is writable");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("the file is ours");
+    let line = |name: &str| format!("/\t{name}\t{}", program.display());
+    let list = [line("first"), line("second")].join("\n");
+    let mut run = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../run-tests"));
+    let ended = run.arg(list).env("RUN_LIMIT", "1").output().expect("bash is installed");
+    let output = String::from_utf8_lossy(&ended.stdout);
+    assert_eq!(ended.status.code(), Some(124), "{output}");
+    assert!(output.contains("Running first") && !output.contains("Running second"), "{output}");
+    assert!(output.contains("the rest was not run: "), "{output}");
+    assert_ne!(run_program("pgrep", ["-fx", &sleeper]).code, 0, "its processes have ended");
 }

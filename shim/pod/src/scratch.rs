@@ -121,10 +121,9 @@ pub fn create_volume_disk(path: &Path, draft: &Path, bytes: u64) -> Result<(), S
     created
 }
 
-/// Returns whether less than one MiB is free on the file system of a file, which no ext4 of a useful size needs: mkfs.ext4 says why it
-/// failed only in words.
+/// Returns whether less than one MiB is free on the file system of a file. mkfs.ext4 reports a full disk as text only.
 fn is_full(file: &File) -> bool {
-    nix::sys::statvfs::fstatvfs(file).is_ok_and(|room| room.blocks_available() * room.fragment_size() < 1 << 20)
+    nix::sys::statvfs::fstatvfs(file).is_ok_and(|found| found.blocks_available() * found.fragment_size() < 1 << 20)
 }
 
 fn format_ext4(file: &File, path: &Path, bytes: u64, options: &[&str]) -> Result<(), ScratchError> {
