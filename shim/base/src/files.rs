@@ -13,6 +13,18 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     draft.commit()
 }
 
+/// Fails if the path exists and is not a regular file, but a device, a FIFO or a symbolic link, for example: a file that is renamed to
+/// the path would replace it. Blocks.
+pub fn ensure_replaceable(path: &Path) -> Result<(), FileError> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => {
+            let other = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it exists and is not a regular file");
+            Err(at("replace", path)(other))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,7 +13,7 @@ use crate::recovery::{
     sync_directory_of,
 };
 use nacelle_base::Chain;
-use nacelle_base::files::{FileError, at, remove_if_there};
+use nacelle_base::files::{FileError, at, ensure_replaceable, remove_if_there};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
@@ -56,11 +56,7 @@ pub fn export_store(database: &Path, to: &Path) -> Result<StoreCounts, StoreErro
         let why = format!("{} is a file of the store itself", to.display());
         return Err(StoreError::NotExportable { path: database.to_owned(), why });
     }
-    // The file is renamed to its place: a device, for example, would be replaced.
-    if std::fs::symlink_metadata(to).is_ok_and(|found| !found.is_file()) {
-        let why = format!("{} exists and is not a regular file", to.display());
-        return Err(StoreError::NotExportable { path: database.to_owned(), why });
-    }
+    ensure_replaceable(to)?;
     let image = read_records(database)?;
     let (contents, unreadable) = decode_rows(&image.rows);
     if !unreadable.is_empty() && image.schema == SCHEMA {

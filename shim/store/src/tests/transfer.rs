@@ -77,7 +77,8 @@ fn an_export_does_not_replace_the_store_itself() {
     let link = place.0.path().join("link");
     std::os::unix::fs::symlink("/dev/null", &link).unwrap();
     for other in [&link, place.0.path()] {
-        let error = export_store(&place.path(), other).unwrap_err().to_string();
+        let error = export_store(&place.path(), other).unwrap_err();
+        let error = nacelle_base::Chain(&error).to_string();
         assert!(error.contains("not a regular file"), "{error}");
     }
     assert!(link.is_symlink());

@@ -2,6 +2,7 @@
 
 use super::{output_error, status_error};
 use anyhow::Context;
+use nacelle_base::files::ensure_replaceable;
 use nacelle_proto::vm;
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
@@ -58,6 +59,7 @@ impl PartialFile {
         let mut name = path.file_name().context("--output is not the path of a file")?.to_owned();
         name.push(OsString::from(format!(".partial.{}", std::process::id())));
         let partial = path.with_file_name(name);
+        ensure_replaceable(path)?;
         let file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(&partial);
         let file = file.with_context(|| format!("cannot create {}", partial.display()))?;
         Ok((PartialFile(partial), File::from_std(file)))
@@ -97,6 +99,8 @@ mod tests {
         partial.rename_to(&path).unwrap();
         assert_eq!((names(), std::fs::read(&path).unwrap().as_slice()), (1, &b"whole"[..]));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(PartialFile::create(Path::new("/")).is_err());
+        for other in ["/", "/dev/null"] {
+            assert!(PartialFile::create(Path::new(other)).is_err(), "{other}");
+        }
     }
 }
