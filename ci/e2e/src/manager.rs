@@ -61,7 +61,7 @@ impl ServiceManager {
     /// If it does not.
     #[track_caller]
     pub fn wait_for_notification(&self, wanted: &str) -> String {
-        let (mut all, end) = (Vec::new(), Instant::now() + crate::run::WAIT_LIMIT);
+        let (mut all, end) = (Vec::new(), crate::run::wait_end());
         while Instant::now() < end {
             if let Some(output) = self.receive_notification(Duration::from_millis(200)) {
                 if output.lines().any(|line| line == wanted) {

@@ -6,7 +6,7 @@ use crate::crictl::Crictl;
 use crate::manager::ServiceManager;
 use crate::registry::{RegistryKind, TestRegistry};
 use crate::run::{ProgramOutput, eventually, run, run_program};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -107,15 +107,16 @@ impl TestNode {
     /// Returns a node with these options.
     pub fn with_options(options: NodeOptions) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("e2e-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let prefix = format!("nacelle-e2e-{}-{}-", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let parent = std::env::var_os("NACELLE_TEST_DIRECTORY").unwrap_or_else(|| "/var/tmp".into());
-        let temporary = tempfile::Builder::new().prefix(&format!("nacelle-{name}-")).tempdir_in(parent);
+        let temporary = tempfile::Builder::new().prefix(&prefix).tempdir_in(parent);
         let temporary = temporary.expect("the directory for the node's directory is writable");
         let directory = temporary.path().to_owned();
         for part in ["root", "run", "cni", "netns", "logs"] {
             fs::create_dir(directory.join(part)).expect("the node's directory is writable");
         }
-        let netns = Netns::new(&name);
+        // The directory's name has a random part: nothing that an earlier program left is in the way.
+        let netns = Netns::new(directory.file_name().and_then(OsStr::to_str).expect("the name is text"));
         if let Some(mib) = options.disk_mib {
             let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
             run_program("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
@@ -181,6 +182,12 @@ impl TestNode {
         let mut command = Command::new(crate::path_from_env("NACELLE_BIN"));
         command.args(arguments).arg("--config").arg(self.directory.join("config.toml"));
         run(&mut command)
+    }
+
+    /// Runs a command of this node's `nacelle` that has to succeed, and returns its output as programs read it.
+    pub fn nacelle_json(&self, arguments: &[&str]) -> Value {
+        let output = self.nacelle(&[arguments, &["--output", "json"]].concat()).ok();
+        serde_json::from_str(&output).expect("it is JSON")
     }
 
     /// Like `start`, by a service manager.
@@ -315,7 +322,7 @@ impl Drop for TestNode {
         }
         if self.daemon.is_some() {
             self.crictl.try_call(["rmp", "--all", "--force"]);
-            let end = std::time::Instant::now() + crate::run::WAIT_LIMIT;
+            let end = crate::run::wait_end();
             loop {
                 leaked = self.leaked();
                 if leaked.is_empty() || failing || std::time::Instant::now() > end {

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::io::Write;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The time limit of all waits of the tests: far more than needed, because emulated VMs on a busy node are slow.
 pub const WAIT_LIMIT: Duration = Duration::from_secs(600);
@@ -89,18 +89,46 @@ pub fn block_on<T>(request: impl Future<Output = T>) -> T {
     runtime.expect("threads can be started").block_on(request)
 }
 
+/// Returns the end of a wait that begins now: [`WAIT_LIMIT`] later, but before ci/run-tests ends the test program (at the Unix time
+/// `NACELLE_TEST_END`, in seconds), so that a test that waits in vain says for what.
+pub fn wait_end() -> Instant {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let end = std::env::var("NACELLE_TEST_END").ok().and_then(|end| end.parse().ok()).map(Duration::from_secs);
+    Instant::now() + wait_limit(now, end)
+}
+
+/// Returns how long a wait may take that begins `now`, in a program that is ended at `end`, both since 1970.
+fn wait_limit(now: Duration, end: Option<Duration>) -> Duration {
+    const BEFORE_END: Duration = Duration::from_secs(20);
+    end.map_or(WAIT_LIMIT, |end| end.saturating_sub(now + BEFORE_END).min(WAIT_LIMIT))
+}
+
 /// Polls `condition` until it returns a value.
 ///
 /// # Panics
-/// After [`WAIT_LIMIT`] without one, with `what`.
+/// At [`wait_end`] without one, with `what`.
 #[track_caller]
 pub fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + WAIT_LIMIT;
+    let (began, end) = (Instant::now(), wait_end());
     loop {
         if let Some(value) = condition() {
             return value;
         }
-        assert!(Instant::now() < end, "waited {WAIT_LIMIT:?} in vain for: {what}");
+        assert!(Instant::now() < end, "waited {:?} in vain for: {what}", began.elapsed());
         std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_before_its_program_is_ended() {
+        let seconds = Duration::from_secs;
+        assert_eq!(wait_limit(seconds(1000), None), WAIT_LIMIT);
+        assert_eq!(wait_limit(seconds(1000), Some(seconds(9000))), WAIT_LIMIT);
+        assert_eq!(wait_limit(seconds(1000), Some(seconds(1400))), seconds(380));
+        assert_eq!(wait_limit(seconds(1000), Some(seconds(900))), Duration::ZERO);
     }
 }

@@ -217,12 +217,7 @@ fn a_persistent_vm_runs_only_for_pods_that_expect_its_machine_id() {
         let file = node.crictl.write_input("pod", &pod_with(node, id).0);
         node.crictl.try_call(["runp", "--runtime", "vm", &file]).err()
     };
-    let list = |node: &TestNode| {
-        let config = node.directory().join("config.toml").display().to_string();
-        let program = nacelle_e2e::path_from_env("NACELLE_BIN");
-        let listed = nacelle_e2e::run::run_program(program, ["vm", "ls", "-o", "json", "--config", &config]);
-        serde_json::from_str::<Value>(&listed.ok()).expect("it is JSON")
-    };
+    let list = |node: &TestNode| node.nacelle_json(&["vm", "ls"]);
     let unknown = refused(&node, ID);
     assert!(unknown.contains("FailedPrecondition") && unknown.contains("blank disks"), "{unknown}");
     assert!(refused(&node, "a,create").contains("must be ID or ID,new"));
@@ -393,9 +388,7 @@ fn the_vm_commands_list_and_control_vms() {
         nacelle_e2e::run::run_program(&program, words)
     };
     let of = |verb: &str, name: &str| vm(&[verb, name, "--namespace", "e2e"]);
-    let describe = |name: &str| -> Value {
-        serde_json::from_str(&vm(&["describe", name, "--namespace", "e2e", "--json"]).ok()).expect("it is JSON")
-    };
+    let describe = |name: &str| node.nacelle_json(&["vm", "describe", name, "--namespace", "e2e"]);
     let becomes = |name: &str, phase: &str| {
         eventually(&format!("{name} is {phase}"), || (describe(name)["phase"] == phase).then_some(()));
     };

@@ -86,7 +86,8 @@ fn programs_that_are_cut_leave_no_process_and_are_no_success() {
     let directory = tempfile::tempdir().expect("the temporary directory is writable");
     let program = directory.path().join("program");
     let sleeper = format!("sleep 70{}", std::process::id());
-    let script = format!("#!/bin/sh\ntrap 'exit 0' TERM\n{sleeper} &\nwait\n");
+    let left = "/var/tmp/nacelle-e2e-1-0-script";
+    let script = format!("#!/bin/sh\ntrap 'exit 0' TERM\nmkdir {left}\n{sleeper} &\nwait\n");
     std::fs::write(&program, script).expect("the temporary directory is writable");
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("the file is ours");
     let line = |name: &str| format!("/\t{name}\t{}", program.display());
@@ -98,4 +99,5 @@ fn programs_that_are_cut_leave_no_process_and_are_no_success() {
     assert!(output.contains("Running first") && !output.contains("Running second"), "{output}");
     assert!(output.contains("the rest was not run: "), "{output}");
     assert_ne!(run_program("pgrep", ["-fx", &sleeper]).code, 0, "its processes have ended");
+    assert!(!std::path::Path::new(left).exists(), "its directories are gone");
 }

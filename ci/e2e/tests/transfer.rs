@@ -28,7 +28,7 @@ fn run_vm_command(node: &TestNode, arguments: &[&str]) -> ProgramOutput {
 }
 
 fn describe(node: &TestNode, name: &str) -> Value {
-    serde_json::from_str(&run_vm_command(node, &["describe", name]).ok()).expect("it is JSON")
+    node.nacelle_json(&["vm", "describe", name, "--namespace", "e2e"])
 }
 
 /// Returns the number of directories of VMs and of operations on them.
@@ -198,8 +198,8 @@ fn a_running_vm_is_exported_with_its_memory() {
     let running =
         |node: &TestNode, id: &str| eventually("it runs", || (qemu_state(node, id) == "running").then_some(()));
     let nothing = |node: &TestNode| {
-        let snapshots = || run_vm_command(node, &["snapshots", "db"]).stdout;
-        eventually("its snapshot is gone", || (snapshots().trim() == "[]").then_some(()));
+        let snapshots = || node.nacelle_json(&["vm", "snapshots", "db", "--namespace", "e2e"]);
+        eventually("its snapshot is gone", || (snapshots() == json!([])).then_some(()));
         eventually("nothing is left", || (count_machine_directories(node) == 1).then_some(()));
     };
     run_vm_command(&node, &["reset", "db"]).ok();

@@ -232,8 +232,7 @@ fn the_daemon_serves_console_and_vnc() {
 
 /// Returns the names of the added disks.
 fn added_volumes(node: &TestNode) -> Vec<String> {
-    let list: Value =
-        serde_json::from_str(&run_vm_command(node, &["volumes", "db", "-o", "json"]).ok()).expect("it is JSON");
+    let list = node.nacelle_json(&["vm", "volumes", "db", "--namespace", "e2e"]);
     list.as_array().expect("a list").iter().map(|one| one["name"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
