@@ -12,7 +12,7 @@ mod review;
 mod server;
 mod verdict;
 
-pub use server::{AdmissionError, AdmissionOptions, AdmissionServer};
+pub use server::{AdmissionError, AdmissionOptions, AdmissionServer, PolicyControl};
 pub use verdict::Policy;
 
 #[cfg(test)]

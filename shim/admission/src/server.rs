@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -102,11 +102,23 @@ pub struct AdmissionServer {
     address: SocketAddr,
     certificate: Certificate,
     shared: Arc<ServerState>,
+    policy: watch::Sender<Arc<Policy>>,
+}
+
+/// Replaces the policy of a server.
+#[derive(Clone)]
+pub struct PolicyControl(watch::Sender<Arc<Policy>>);
+
+impl PolicyControl {
+    /// Applies this policy to the reviews that are evaluated from now on.
+    pub fn replace(&self, policy: Policy) {
+        self.0.send_replace(Arc::new(policy));
+    }
 }
 
 /// The state that all clients share.
 struct ServerState {
-    policy: Arc<Policy>,
+    policy: watch::Receiver<Arc<Policy>>,
     /// Only clients with a certificate may send reviews. Probes of kubelet have none.
     needs_certificate: bool,
     reviews: Arc<Semaphore>,
@@ -123,14 +135,20 @@ impl AdmissionServer {
         let failed = |source| AdmissionError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
+        let (policy, newest) = watch::channel(Arc::new(policy));
         let shared = ServerState {
-            policy: Arc::new(policy),
+            policy: newest,
             needs_certificate,
             reviews: Arc::new(Semaphore::new(MAX_REVIEWS)),
             large_bodies: Semaphore::new(MAX_LARGE_BODIES),
             ending: CancellationToken::new(),
         };
-        Ok(AdmissionServer { listener, address, certificate, shared: Arc::new(shared) })
+        Ok(AdmissionServer { listener, address, certificate, shared: Arc::new(shared), policy })
+    }
+
+    /// Returns what replaces the policy while the server runs.
+    pub fn policy_control(&self) -> PolicyControl {
+        PolicyControl(self.policy.clone())
     }
 
     /// Returns the address of the listener.
@@ -291,7 +309,7 @@ impl ServerState {
         // The wait for a permit is limited like the wait for a body.
         let permit = tokio::time::timeout(BODY_LIMIT, Arc::clone(&self.reviews).acquire_owned()).await;
         let Ok(Ok(permit)) = permit else { return Err(RequestError::Busy) };
-        let (policy, path) = (Arc::clone(&self.policy), path.to_owned());
+        let (policy, path) = (Arc::clone(&self.policy.borrow()), path.to_owned());
         let evaluate_request = run_blocking("evaluate an admission review", move || {
             let review = Review::read(&body)?;
             drop(body);

@@ -1,6 +1,8 @@
 //! Tests the binary `nacelle admission` as an API server uses it: over TLS, with a certificate that openssl creates and curl
 //! verifies.
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -166,7 +168,7 @@ impl Serving {
 
     fn end(mut self) -> ExitStatus {
         let pid = nix::unistd::Pid::from_raw(self.child.id().try_into().unwrap());
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+        kill(pid, Signal::SIGTERM).unwrap();
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -362,6 +364,43 @@ fn a_new_certificate_needs_no_restart() {
 }
 
 #[test]
+fn a_changed_catalogue_needs_no_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("catalogue.yaml");
+    let write = |name: &str| {
+        let text = format!(
+            "apiVersion: vm.nacelle.dev/v1\nkind: VirtualMachineInstancetype\nmetadata: {{name: {name}}}\n\
+             spec: {{cpu: {{guest: 1}}, memory: {{guest: 1Gi}}}}\n"
+        );
+        std::fs::write(&file, text).unwrap();
+    };
+    write("first");
+    let Some(server) = serve(&["--catalogue", file.to_str().unwrap()]) else { return };
+    let knows = |name: &str| {
+        let object = pod("sized", json!({ "vm.nacelle.dev/instancetype": name }));
+        server.review("/validate", "CREATE", &object, &Value::Null)["allowed"] == true
+    };
+    assert!(knows("first") && !knows("second"));
+    let hang_up = || kill(Pid::from_raw(server.child.id().cast_signed()), Signal::SIGHUP).unwrap();
+    write("second");
+    hang_up();
+    server.logged("the catalogue was read again", 1);
+    assert!(knows("second") && !knows("first"));
+    // What is wrong changes nothing.
+    std::fs::write(&file, "kind: Nothing\n").unwrap();
+    hang_up();
+    assert!(server.logged("the changed catalogue is not used", 1).contains("catalogue.yaml"));
+    assert!(knows("second"));
+    // Without a signal, as kubelet updates a ConfigMap.
+    write("third");
+    let begun = Instant::now();
+    while !knows("third") {
+        assert!(begun.elapsed() < LIMIT, "{:?}", server.log.lock().unwrap());
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+#[test]
 fn only_clients_of_the_authority_send_reviews() {
     // The authority of the server's certificate also signs those of the clients here.
     let Some(server) = serve(&["--client-ca", "ca.crt"]) else { return };
@@ -433,7 +472,7 @@ fn a_review_that_is_under_way_is_answered_at_the_end() {
     assert_eq!(server.ask("https", "/healthz", &[], None).0, 200);
     std::thread::sleep(Duration::from_millis(500));
     let pid = nix::unistd::Pid::from_raw(server.child.id().try_into().unwrap());
-    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    kill(pid, Signal::SIGTERM).unwrap();
     server.logged("stopping", 1);
     std::thread::sleep(Duration::from_millis(200));
     assert!(TcpStream::connect(address).is_err());
@@ -495,6 +534,8 @@ fn what_cannot_be_served_is_said() {
     };
     let (code, message, _) = run(&["--tls-cert", "none.crt", "--tls-key", "none.key"]);
     assert!(code == Some(1) && message.contains("none.crt"), "{message}");
+    let (code, message, _) = run(&["--tls-cert", "none.crt", "--tls-key", "none.key", "--catalogue", "-"]);
+    assert!(code == Some(1) && message.contains("--catalogue needs a file"), "{message}");
     let (code, message, _) = run(&["--tls-cert", "none.crt"]);
     assert!(code == Some(2) && message.contains("--tls-key"), "{message}");
     std::fs::write(directory.path().join("both.pem"), "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")

@@ -7,15 +7,20 @@ use anyhow::Context;
 use clap::Subcommand;
 use ipnet::IpNet;
 use nacelle_admission::manifests::{ClusterValues, manifests};
-use nacelle_admission::{AdmissionOptions, AdmissionServer, Policy};
+use nacelle_admission::{AdmissionOptions, AdmissionServer, Policy, PolicyControl};
+use nacelle_base::task::run_blocking;
 use nacelle_stream::Tls;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use tokio::signal::unix::{SignalKind, signal};
+use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::task::AbortOnDropHandle;
 
 /// The largest certificate file of a certificate authority, in bytes.
 const MAX_CA_FILE: u64 = 1 << 20;
+/// The interval at which the catalogue files are checked for changes.
+const CATALOGUE_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -76,19 +81,27 @@ pub(super) fn run(arguments: AdmissionArguments) -> anyhow::Result<ExitStatus> {
         key: file(arguments.tls_key, "--tls-key")?,
         client_authority: arguments.client_ca,
     };
+    anyhow::ensure!(
+        !arguments.catalogue.includes_stdin(),
+        "--catalogue needs a file: standard input cannot be read again"
+    );
     let policy = Policy {
         catalogue: arguments.catalogue.read()?,
         runtime_classes: arguments.runtime_class.into_iter().collect(),
         defaults: arguments.defaults,
     };
-    serve(AdmissionOptions { listen: arguments.listen, tls, policy })
+    serve(AdmissionOptions { listen: arguments.listen, tls, policy }, arguments.catalogue)
 }
 
-fn serve(options: AdmissionOptions) -> anyhow::Result<ExitStatus> {
+fn serve(options: AdmissionOptions, catalogue: CatalogueFiles) -> anyhow::Result<ExitStatus> {
     super::runtime()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        let hangup = signal(SignalKind::hangup())?;
+        let policy = options.policy.clone();
         let server = AdmissionServer::bind(options).await?;
+        let reload = reload_catalogue(hangup, catalogue, policy, server.policy_control());
+        let _reload = AbortOnDropHandle::new(tokio::spawn(reload));
         tracing::info!(address = %server.address(), "serving admission webhooks");
         let end = async move {
             tokio::select! {
@@ -100,6 +113,34 @@ fn serve(options: AdmissionOptions) -> anyhow::Result<ExitStatus> {
         server.serve(end).await;
         Ok(ExitStatus::Success)
     })
+}
+
+/// Reads the catalogue files again when one has changed and at each SIGHUP. Files that are invalid change nothing.
+async fn reload_catalogue(mut hangup: Signal, files: CatalogueFiles, policy: Policy, control: PolicyControl) {
+    let mut known = files.versions();
+    loop {
+        let asked = tokio::time::timeout(CATALOGUE_INTERVAL, hangup.recv()).await.is_ok();
+        let named = files.clone();
+        let found = known.clone();
+        let read = run_blocking("read the catalogue", move || {
+            // First the versions: a change after them is found the next time.
+            let versions = named.versions();
+            (asked || versions != found).then(|| (versions, named.read()))
+        });
+        let (versions, read) = match read.await {
+            Ok(None) => continue,
+            Ok(Some((versions, read))) => (versions, read),
+            Err(error) => (known, Err(error.into())),
+        };
+        known = versions;
+        match read {
+            Ok(catalogue) => {
+                control.replace(Policy { catalogue, ..policy.clone() });
+                tracing::info!("the catalogue was read again");
+            }
+            Err(error) => tracing::error!("the changed catalogue is not used: {error:#}"),
+        }
+    }
 }
 
 fn read_ca_file(file: &Path) -> anyhow::Result<Vec<u8>> {

@@ -14,6 +14,7 @@ use nacelle_vmi::{Causes, read};
 use serde::Serialize;
 use serde_json::Value;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 #[derive(Subcommand)]
@@ -54,7 +55,7 @@ pub(super) enum VmCommand {
     },
 }
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(super) struct CatalogueFiles {
     /// A file with instance types, preferences and presets, in addition to the built-in ones. May be repeated.
     #[arg(long, value_name = "FILE")]
@@ -91,6 +92,21 @@ pub(super) fn run(config: &super::ConfigArgument, command: VmCommand) -> anyhow:
 }
 
 impl CatalogueFiles {
+    /// Returns whether one of the files is standard input.
+    pub(super) fn includes_stdin(&self) -> bool {
+        self.catalogue.iter().any(|file| file == Path::new("-"))
+    }
+
+    /// Returns what differs when the content of a file differs: device, inode, size in bytes, and the time of the change in
+    /// seconds and nanoseconds. `None` stands for a file that cannot be looked at.
+    pub(super) fn versions(&self) -> Vec<Option<(u64, u64, u64, i64, i64)>> {
+        let version = |file: &PathBuf| {
+            let found = std::fs::metadata(file).ok()?;
+            Some((found.dev(), found.ino(), found.len(), found.ctime(), found.ctime_nsec()))
+        };
+        self.catalogue.iter().map(version).collect()
+    }
+
     pub(super) fn read(&self) -> anyhow::Result<Catalogue> {
         let mut catalogue = Catalogue::default();
         for file in &self.catalogue {
