@@ -5,9 +5,10 @@ use hyper_util::rt::TokioIo;
 use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::node::node_server::{Node, NodeServer};
 use nacelle_proto::node::{
-    BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse, ListTemplatesRequest,
-    ListTemplatesResponse, LoadImagesRequest, LoadImagesResponse, SetLogFilterRequest, SetLogFilterResponse,
-    VerifyImagesRequest, VerifyImagesResponse,
+    BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse,
+    ListInstallationsRequest, ListInstallationsResponse, ListTemplatesRequest, ListTemplatesResponse,
+    LoadImagesRequest, LoadImagesResponse, SetLogFilterRequest, SetLogFilterResponse, VerifyImagesRequest,
+    VerifyImagesResponse,
 };
 use std::io;
 use tokio::io::DuplexStream;
@@ -20,6 +21,13 @@ struct Answers;
 impl Node for Answers {
     async fn load_images(&self, _: Request<LoadImagesRequest>) -> Result<Response<LoadImagesResponse>, Status> {
         Ok(Response::new(LoadImagesResponse::default()))
+    }
+
+    async fn list_installations(
+        &self,
+        _: Request<ListInstallationsRequest>,
+    ) -> Result<Response<ListInstallationsResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
     }
 
     async fn list_templates(

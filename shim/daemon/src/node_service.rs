@@ -5,7 +5,7 @@ use crate::lifecycle::Node;
 use crate::lifecycle::template::{TemplateEntry, TemplateKey, TemplateState};
 use crate::log::{LogControl, LogFilter};
 use nacelle_base::{Chain, FailureKind};
-use nacelle_image::{ImageVerification, Reference};
+use nacelle_image::{ImageVerification, Installation, Reference};
 use nacelle_proto::node;
 use std::path::Path;
 use tonic::{Request, Response, Status};
@@ -46,6 +46,17 @@ impl node::node_server::Node for NodeService {
             .map(|image| node::LoadedImage { id: image.id.to_string(), names: image.names })
             .collect();
         Ok(Response::new(node::LoadImagesResponse { images }))
+    }
+
+    async fn list_installations(
+        &self,
+        _: Request<node::ListInstallationsRequest>,
+    ) -> Result<Response<node::ListInstallationsResponse>, Status> {
+        let installations = self.node.services().images.installations().into_iter().map(|found| {
+            let Installation { name, layers, finished_layers, total_bytes, bytes } = found;
+            node::Installation { name, layers, finished_layers, total_bytes, bytes }
+        });
+        Ok(Response::new(node::ListInstallationsResponse { installations: installations.collect() }))
     }
 
     async fn verify_images(

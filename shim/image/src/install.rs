@@ -14,6 +14,7 @@ use crate::layer::ingest::{LayerError, LayerLimits};
 use crate::manifest::Descriptor;
 use crate::origins::{self, LayerOrigin};
 use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
+use crate::progress::{InstallationCounter, LayerCounter};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
 use crate::sums::{ContentSums, sum_path};
@@ -58,6 +59,15 @@ pub struct StoreState {
     pub published: PublishedImages,
     /// The known damage of files.
     pub damage: DamageRecord,
+}
+
+/// A layer that an image needs.
+#[derive(Clone)]
+struct WantedLayer {
+    /// The layer's name in the store.
+    diff_id: Digest,
+    form: LayerForm,
+    counter: LayerCounter,
 }
 
 impl StoreState {
@@ -107,7 +117,11 @@ impl StoreState {
     }
 
     /// Fetches the layers, builds the tree and adds the image to the list. If the disk is full, removes everything that it wrote.
-    pub async fn install_image(self: &Arc<Self>, plan: ImagePlan) -> Result<ImageId, ImageError> {
+    pub async fn install_image(
+        self: &Arc<Self>,
+        plan: ImagePlan,
+        counter: &InstallationCounter,
+    ) -> Result<ImageId, ImageError> {
         let layers: Vec<Digest> = plan.layers.iter().map(|layer| layer.name).collect();
         let tree = tree_name(&layers);
         let keys = layers.iter().map(|layer| (ContentKind::Layer, *layer));
@@ -115,7 +129,7 @@ impl StoreState {
         let pins: Vec<Pin> = keys.iter().map(|key| self.directory.pin(*key)).collect();
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        let installed = self.install_pinned(plan, &threads, &pins, &cancel).await;
+        let installed = self.install_pinned(plan, &threads, &pins, &cancel, counter).await;
         if installed.as_ref().is_err_and(|error| error.kind() == FailureKind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
@@ -133,6 +147,7 @@ impl StoreState {
         threads: &TaskTracker,
         pins: &[Pin],
         cancel: &Cancel,
+        counter: &InstallationCounter,
     ) -> Result<ImageId, ImageError> {
         let missing = self.missing_layers(plan.layers.iter().map(|layer| layer.name).collect()).await?;
         self.check_free_space(&plan.layers, &missing)?;
@@ -141,7 +156,10 @@ impl StoreState {
         let mut seen = HashSet::new();
         for layer in std::mem::take(&mut plan.layers) {
             if seen.insert(layer.name) {
-                fetches.spawn(Arc::clone(self).fetch_layer(layer, threads.clone(), cancel.clone()));
+                let counted = missing.contains(&layer.name).then(|| counter.add_layer(layer.size));
+                let LayerPlan { name: diff_id, source, size: _, form } = layer;
+                let layer = WantedLayer { diff_id, form, counter: counted.unwrap_or_default() };
+                fetches.spawn(Arc::clone(self).fetch_layer(layer, source, threads.clone(), cancel.clone()));
             }
         }
         while let Some(fetched) = fetches.join_next().await {
@@ -200,11 +218,12 @@ impl StoreState {
     /// Fetches one layer, unless the store has it and the source has proved that it has the layer.
     async fn fetch_layer(
         self: Arc<Self>,
-        layer: LayerPlan,
+        layer: WantedLayer,
+        source: LayerSource,
         threads: TaskTracker,
         cancel: Cancel,
     ) -> Result<(), ImageError> {
-        let LayerPlan { name: diff_id, source, form } = layer;
+        let diff_id = layer.diff_id;
         let is_sound = async || {
             let shared = Arc::clone(&self);
             run_blocking("check a layer", move || shared.has_sound_layer(diff_id)).await?
@@ -222,9 +241,24 @@ impl StoreState {
                 LayerSource::Registry(session, blob) => self.may_reuse_layer(diff_id, session, blob).await?,
             };
             if may_reuse {
+                layer.counter.finish();
                 return Ok(());
             }
         }
+        let counter = layer.counter.clone();
+        self.fetch_missing_layer(layer, source, layer_lock, threads, cancel).await?;
+        counter.finish();
+        Ok(())
+    }
+
+    async fn fetch_missing_layer(
+        self: Arc<Self>,
+        layer: WantedLayer,
+        source: LayerSource,
+        layer_lock: Option<tokio::sync::OwnedMutexGuard<()>>,
+        threads: TaskTracker,
+        cancel: Cancel,
+    ) -> Result<(), ImageError> {
         let _permit = self.layers.acquire().await; // The semaphore is never closed.
         match source {
             LayerSource::Archive(stream, digest) => {
@@ -232,15 +266,14 @@ impl StoreState {
                 threads
                     .spawn_blocking(move || {
                         let _layer_lock = layer_lock;
-                        shared.unpack_layer(diff_id, &form, digest, stream, &cancel)
+                        shared.unpack_layer(&layer, digest, stream, &cancel)
                     })
                     .await
                     .map_err(|error| TaskError::new("unpack a layer", error))?
             }
             LayerSource::Registry(session, blob) => {
                 let layer_lock = Arc::new(layer_lock);
-                let download =
-                    |layer_lock| self.download(&session, &blob, (diff_id, &form), layer_lock, &threads, &cancel);
+                let download = |layer_lock| self.download(&session, &blob, &layer, layer_lock, &threads, &cancel);
                 let (fetched, resumed) = download(Arc::clone(&layer_lock)).await;
                 match fetched {
                     // A crash may have damaged the partial download: try once more from the start.
@@ -277,7 +310,7 @@ impl StoreState {
         self: &Arc<Self>,
         session: &RegistrySession,
         blob: &Descriptor,
-        (diff_id, form): (Digest, &LayerForm),
+        layer: &WantedLayer,
         layer_lock: Arc<Option<tokio::sync::OwnedMutexGuard<()>>>,
         threads: &TaskTracker,
         cancel: &Cancel,
@@ -286,10 +319,10 @@ impl StoreState {
         let partial = self.directory.pin((ContentKind::Partial, origin.partial_name())).lock_owned().await;
         let (sender, receiver) = mpsc::channel(MAX_PIECES_IN_TRANSIT);
         let (start_sender, start) = oneshot::channel();
-        let (shared, size, form, cancel) = (Arc::clone(self), blob.size, form.clone(), cancel.clone());
+        let (shared, size, layer, cancel) = (Arc::clone(self), blob.size, layer.clone(), cancel.clone());
         let unpacking = threads.spawn_blocking(move || {
             let _locks = (layer_lock, partial);
-            shared.unpack_download((diff_id, &form), &origin, size, start_sender, receiver, &cancel)
+            shared.unpack_download(&layer, &origin, size, start_sender, receiver, &cancel)
         });
         let from = start.await.unwrap_or(0); // If the thread failed at once, the download has no receiver.
         let (sent, unpacked) = tokio::join!(session.download_blob(blob, from, sender), unpacking);
@@ -300,7 +333,7 @@ impl StoreState {
     /// Unpacks one layer from a download of `size` bytes, and records its origin. Blocks.
     fn unpack_download(
         &self,
-        (diff_id, form): (Digest, &LayerForm),
+        layer: &WantedLayer,
         origin: &LayerOrigin,
         size: u64,
         start: oneshot::Sender<u64>,
@@ -318,7 +351,7 @@ impl StoreState {
         let before = file.try_clone().map_err(at("open", &path))?.take(length);
         let _ = start.send(length); // If the future was dropped, there is no sender, and the stream below returns the error.
         let stream = before.chain(DownloadReader { receiver, piece: Bytes::new(), partial: file, ended: false });
-        let unpacked = self.unpack_layer(diff_id, form, Some(origin.blob), Box::new(stream), cancel);
+        let unpacked = self.unpack_layer(layer, Some(origin.blob), Box::new(stream), cancel);
         let keep = match &unpacked {
             Err(ImageError::Layer { source: UnpackError::Source(error), .. }) => {
                 error.kind() == io::ErrorKind::ConnectionAborted
@@ -332,18 +365,19 @@ impl StoreState {
             remove_if_there(&path)?;
         }
         unpacked?;
-        Ok(origins::add(&self.directory.origins_path(diff_id), origin)?)
+        Ok(origins::add(&self.directory.origins_path(layer.diff_id), origin)?)
     }
 
     /// Unpacks one layer from a stream. Blocks. Keeps nothing unless both digests match.
     fn unpack_layer(
         &self,
-        diff_id: Digest,
-        form: &LayerForm,
+        layer: &WantedLayer,
         digest: Option<Digest>,
         stream: Box<dyn Read + Send>,
         cancel: &Cancel,
     ) -> Result<(), ImageError> {
+        let WantedLayer { diff_id, form, counter } = layer;
+        let (diff_id, stream) = (*diff_id, Box::new(counter.reader(stream)));
         let limits = LayerLimits { bytes: self.config.max_layer_bytes, entries: self.config.max_layer_entries };
         let (blob, index) = (self.directory.create_temporary()?, self.directory.create_temporary()?);
         let target = UnpackTarget { blob: &blob.file, index: &index.file };

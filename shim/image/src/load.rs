@@ -8,6 +8,7 @@ use crate::manifest::{
     self, Descriptor, MAX_CONFIG, MAX_MANIFEST, Manifest, ManifestDocument, ManifestError, RawDescriptor,
 };
 use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
+use crate::progress::InstallationCounter;
 use crate::{ImageError, LoadedImage, Reference};
 use nacelle_base::files::at;
 use nacelle_base::task::run_blocking;
@@ -33,6 +34,7 @@ pub async fn load(
     shared: &Arc<StoreState>,
     path: &Path,
     name: Option<&Reference>,
+    counter: &InstallationCounter,
 ) -> Result<Vec<LoadedImage>, ImageError> {
     let (opened, pool, cancel) = (path.to_owned(), Arc::clone(&shared.pool), Cancel::default());
     let _cancelled_with_this_future = cancel.on_drop();
@@ -58,7 +60,7 @@ pub async fn load(
         plan.names.tags.extend(name.map(Reference::to_string));
         let id = plan.id;
         if !shared.assign_names(id, plan.names.clone()).await? {
-            shared.install_image(plan).await?;
+            shared.install_image(plan, counter).await?;
         }
         let names = shared.published.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
         loaded.push(LoadedImage { id, names: names.unwrap_or_default() });
@@ -193,8 +195,10 @@ fn plan_docker_image(archive: &ArchiveFile, image: &manifest::DockerArchiveImage
     }
     let mut layers = Vec::new();
     for (diff_id, name) in diff_ids.iter().zip(&image.layers) {
-        let source = LayerSource::Archive(Box::new(archive.require_member(name)?), None);
-        layers.push(LayerPlan { name: *diff_id, source, form: LayerForm::Tar });
+        let member = archive.require_member(name)?;
+        let size = member.size().map_err(at("read", archive.path()))?;
+        let source = LayerSource::Archive(Box::new(member), None);
+        layers.push(LayerPlan { name: *diff_id, source, size, form: LayerForm::Tar });
     }
     let tags = image.repo_tags.iter().flatten().map(|tag| Ok(Reference::parse(tag)?.to_string()));
     let tags = tags.collect::<Result<_, ImageError>>()?;
@@ -221,6 +225,13 @@ struct ArchiveMember {
     file: Arc<File>,
     at: u64,
     left: u64,
+}
+
+impl ArchiveMember {
+    /// Returns the number of bytes that are left.
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.left.min(self.file.metadata()?.len()))
+    }
 }
 
 impl Read for ArchiveMember {

@@ -33,6 +33,8 @@ pub struct LayerPlan {
     pub name: Digest,
     /// The source of its bytes.
     pub source: LayerSource,
+    /// The size of the source in bytes, for people who wait; 0 if it is unknown.
+    pub size: u64,
     /// The meaning of the bytes.
     pub form: LayerForm,
 }
@@ -87,7 +89,10 @@ impl ImagePlan {
     ) -> Result<ImagePlan, ImageError> {
         let (parsed, diff_ids) = parse_config(&config).map_err(&wrong)?;
         let layers = pair_layers(manifest, &diff_ids).map_err(&wrong)?;
-        let layer = |(blob, name)| source(blob).map(|source| LayerPlan { name, source, form: LayerForm::Tar });
+        let layer = |(blob, name): (Descriptor, Digest)| {
+            let size = blob.size;
+            source(blob).map(|source| LayerPlan { name, source, size, form: LayerForm::Tar })
+        };
         let layers = layers.into_iter().map(layer).collect::<Result<_, _>>()?;
         let id = Digest::of(&config);
         Ok(ImagePlan { id, document: config, user: parsed.user, artifact_type: None, layers, names })
@@ -111,7 +116,7 @@ impl ImagePlan {
         }
         let layer = |file: ArtifactFile| {
             let source = source(file.blob.clone())?;
-            Ok(LayerPlan { name: file.layer_name(), source, form: LayerForm::File(file) })
+            Ok(LayerPlan { name: file.layer_name(), source, size: file.blob.size, form: LayerForm::File(file) })
         };
         let layers = artifact.files.into_iter().map(layer).collect::<Result<_, ImageError>>()?;
         let (id, artifact_type) = (Digest::of(&manifest), Some(artifact.artifact_type));

@@ -3,13 +3,19 @@
 use crate::install::StoreState;
 use crate::manifest::{self, Descriptor, MAX_CONFIG, Manifest, ManifestDocument, ManifestError};
 use crate::plan::{ImageNames, ImagePlan, LayerSource};
+use crate::progress::InstallationCounter;
 use crate::registry::RegistrySession;
 use crate::{Auth, ImageError, Reference};
 use nacelle_model::digest::{Digest, ImageId};
 use std::sync::Arc;
 
 /// Pulls an image or artifact and gives it the reference's name.
-pub async fn pull(shared: &Arc<StoreState>, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
+pub async fn pull(
+    shared: &Arc<StoreState>,
+    reference: &Reference,
+    auth: Option<Auth>,
+    counter: &InstallationCounter,
+) -> Result<ImageId, ImageError> {
     let session = Arc::new(RegistrySession::new(Arc::clone(&shared.http), reference, auth, false)?);
     let (bytes, manifest, named) = fetch_manifest(&session, reference).await?;
     let names = ImageNames {
@@ -35,7 +41,7 @@ pub async fn pull(shared: &Arc<StoreState>, reference: &Reference, auth: Option<
             ImagePlan::of_artifact(artifact, bytes, names, shared.config.max_layer_bytes, source)?
         }
     };
-    shared.install_image(plan).await
+    shared.install_image(plan, counter).await
 }
 
 /// Returns the manifest for this node, as bytes and parsed, and the digest of the document that the reference names.

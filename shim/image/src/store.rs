@@ -6,6 +6,7 @@ use crate::damage::DamageRecord;
 use crate::directory::{ContentKind, StoreDirectory};
 use crate::files::{CopyOutcome, ImageFile};
 use crate::install::{StoreState, live_content};
+use crate::progress::{Installation, Installations};
 use crate::registry::HttpClients;
 use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -23,6 +24,7 @@ use tokio::task::AbortHandle;
 pub struct ImageStore {
     pub(crate) shared: Arc<StoreState>,
     pulls: Arc<Mutex<HashMap<PullKey, Weak<OngoingPull>>>>,
+    installations: Installations,
 }
 
 type PullKey = (Reference, Option<Auth>);
@@ -150,7 +152,7 @@ impl ImageStore {
             Arc::new(StoreState { config, pinned, directory, http, layers, pool, catalogue, published, damage });
         shared.collect_garbage_blocking(None, None)?;
         shared.check_all_images();
-        Ok(ImageStore { shared, pulls: Arc::default() })
+        Ok(ImageStore { shared, pulls: Arc::default(), installations: Installations::default() })
     }
 
     /// Pulls an image or artifact, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
@@ -177,8 +179,9 @@ impl ImageStore {
         }
         let (sender, outcome) = watch::channel(None);
         let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.pulls), key.clone());
+        let counter = self.installations.begin(reference.to_string());
         let task = tokio::spawn(async move {
-            let pulled = pull::pull(&shared, &name.0, auth).await;
+            let pulled = pull::pull(&shared, &name.0, auth, &counter).await;
             drop(shared); // A caller that has the result may close the store.
             // Later callers start a new pull.
             others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
@@ -192,7 +195,13 @@ impl ImageStore {
     /// Loads the images of an OCI layout (directory or tar archive) or of a docker archive. An image that is the only one of its
     /// archive also gets the name `name`.
     pub async fn load(&self, path: &Path, name: Option<&Reference>) -> Result<Vec<LoadedImage>, ImageError> {
-        load::load(&self.shared, path, name).await
+        let counter = self.installations.begin(path.display().to_string());
+        load::load(&self.shared, path, name, &counter).await
+    }
+
+    /// Returns the pulls and loads in progress, oldest first. Does not block.
+    pub fn installations(&self) -> Vec<Installation> {
+        self.installations.list()
     }
 
     /// Returns all images, ordered by id, also those with damaged files.

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -80,7 +81,24 @@ pub fn check(node: &TestNode, failure: &str) {
         "unreachable" => (CLOSED, "any".to_owned()),
         _ => (HOST, failure.replace(' ', "-")),
     };
-    answer::check(node, failure, &node.crictl.try_call(["pull", &format!("{host}/{repository}:1")]));
+    let image = format!("{host}/{repository}:1");
+    let watched = (failure == "stalled").then(|| pull_on_terminal(node, &image));
+    answer::check(node, failure, &node.crictl.try_call(["pull", &image]));
+    if let Some(watched) = watched {
+        let shown = watched.wait_with_output().expect("it is ours");
+        let shown = String::from_utf8_lossy(&shown.stdout);
+        assert!(shown.contains("reading the manifest"), "the terminal shows how far the pull has come: {shown}");
+    }
+}
+
+/// Pulls an image by the node's command, as on a terminal.
+fn pull_on_terminal(node: &TestNode, image: &str) -> Child {
+    let program = nacelle_e2e::path_from_env("NACELLE_BIN");
+    let config = node.directory().join("config.toml");
+    let command = format!("{} image pull --config {} {image}", program.display(), config.display());
+    let mut script = node.netns.command("script");
+    script.args(["--quiet", "--flush", "--command", &command, "/dev/null"]);
+    script.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("script is installed")
 }
 
 /// Answers one request.

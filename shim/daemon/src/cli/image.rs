@@ -7,6 +7,7 @@ use super::ExitStatus;
 use super::daemon::{status_error, try_connect};
 use super::exit::CommandError;
 use super::output::OutputArgument;
+use super::progress::{OperationProgress, with_progress};
 use crate::config::Config;
 use crate::node_service::verification;
 use crate::server::MESSAGE_LIMIT;
@@ -83,14 +84,20 @@ async fn run_through_daemon(channel: Channel, command: ImageCommand) -> anyhow::
         ImageCommand::Load { archive, name, output } => {
             let path = archive.canonicalize().with_context(|| format!("cannot find archive {}", archive.display()))?;
             let path = path.to_str().context("cannot load the archive: its path is not UTF-8")?.to_owned();
-            let request = node::LoadImagesRequest { path, name: name.unwrap_or_default() };
-            let loaded = NodeClient::new(channel).load_images(request).await.map_err(status_error)?.into_inner();
+            let request = node::LoadImagesRequest { path: path.clone(), name: name.unwrap_or_default() };
+            let mut client = NodeClient::new(channel.clone());
+            let loading = client.load_images(request);
+            let loaded = with_progress(loading, async || ask_for_progress(&channel, &path).await).await;
+            let loaded = loaded.map_err(status_error)?.into_inner();
             let views = loaded.images.into_iter().map(|image| LoadedView { id: image.id, names: image.names });
             output.print(&views.collect::<Vec<_>>())?;
         }
         ImageCommand::Pull { image, output } => {
+            let name = Reference::parse(&image).map(|reference| reference.to_string()).unwrap_or_default();
             let request = cri::PullImageRequest { image: spec(image), ..Default::default() };
-            let id = images.pull_image(request).await.map_err(status_error)?.into_inner().image_ref;
+            let pulling = images.pull_image(request);
+            let pulled = with_progress(pulling, async || ask_for_progress(&channel, &name).await).await;
+            let id = pulled.map_err(status_error)?.into_inner().image_ref;
             output.print(&PulledView { id })?;
         }
         ImageCommand::Ls { output } => output.print(&list(channel).await?)?,
@@ -118,6 +125,28 @@ async fn run_through_daemon(channel: Channel, command: ImageCommand) -> anyhow::
     Ok(ExitStatus::Success)
 }
 
+/// Returns the progress of the daemon's pull or load of this name, if there is one. A daemon of an earlier version does not say.
+async fn ask_for_progress(channel: &Channel, name: &str) -> Option<OperationProgress> {
+    let asked = NodeClient::new(channel.clone()).list_installations(node::ListInstallationsRequest {}).await;
+    let found = asked.ok()?.into_inner().installations.into_iter().find(|found| found.name == name)?;
+    Some(installation_progress(found.finished_layers, found.layers, found.bytes, found.total_bytes))
+}
+
+/// Returns the progress of the only pull or load of this process.
+fn own_progress(store: &ImageStore) -> Option<OperationProgress> {
+    let found = store.installations().into_iter().next()?;
+    Some(installation_progress(found.finished_layers, found.layers, found.bytes, found.total_bytes))
+}
+
+fn installation_progress(finished_layers: u64, layers: u64, bytes: u64, total_bytes: u64) -> OperationProgress {
+    let step = match layers {
+        0 => "reading the manifest".to_owned(),
+        _ if finished_layers == layers => "completing".to_owned(),
+        _ => format!("{finished_layers} of {layers} layers"),
+    };
+    OperationProgress { step, bytes, total_bytes }
+}
+
 /// Lists the daemon's images.
 pub(super) async fn list(channel: Channel) -> anyhow::Result<Vec<ImageView>> {
     let mut images = ImageServiceClient::new(channel).max_decoding_message_size(MESSAGE_LIMIT);
@@ -136,12 +165,13 @@ async fn run_in_store(config: &Config, command: ImageCommand) -> anyhow::Result<
     match command {
         ImageCommand::Load { archive, name, output } => {
             let name = name.map(|name| Reference::parse(&name)).transpose()?;
-            let loaded = store.load(&archive, name.as_ref()).await?;
+            let loaded = with_progress(store.load(&archive, name.as_ref()), async || own_progress(&store)).await?;
             let views = loaded.into_iter().map(|image| LoadedView { id: image.id.to_string(), names: image.names });
             output.print(&views.collect::<Vec<_>>())?;
         }
         ImageCommand::Pull { image, output } => {
-            let id = store.pull(&Reference::parse(&image)?, None).await?.to_string();
+            let reference = Reference::parse(&image)?;
+            let id = with_progress(store.pull(&reference, None), async || own_progress(&store)).await?.to_string();
             output.print(&PulledView { id })?;
         }
         ImageCommand::Ls { output } => {

@@ -21,6 +21,7 @@ mod output;
 mod overhead;
 mod owed_deletes;
 mod pods;
+mod progress;
 mod serve;
 mod store;
 mod table;

@@ -3,9 +3,9 @@
 
 use super::views::{ExportView, ImportView};
 use super::{OutputArgument, VmClient, VmName, status_error};
+use crate::cli::progress::{OperationProgress, ProgressLine};
 use anyhow::Context;
 use nacelle_proto::vm;
-use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use tonic::Streaming;
 
@@ -84,32 +84,16 @@ pub(super) async fn import(client: &mut VmClient, arguments: ImportArguments) ->
 
 /// Shows the progress until the last message, and returns that.
 async fn show_progress(mut messages: Streaming<vm::Transfer>) -> anyhow::Result<vm::Transfer> {
-    let is_terminal = std::io::stderr().is_terminal();
-    let mut last = None;
+    let (mut line, mut last) = (ProgressLine::new(), None);
     while let Some(message) = messages.message().await.map_err(status_error)? {
-        if is_terminal && message.digest.is_empty() {
-            show_line(&progress_line(&message));
+        if message.digest.is_empty() {
+            let step = message.step.clone();
+            line.show(&OperationProgress { step, bytes: message.bytes, total_bytes: message.total });
         }
         last = Some(message);
     }
-    if is_terminal {
-        show_line("");
-    }
+    drop(line);
     last.filter(|last| !last.digest.is_empty()).context("the daemon stopped before the transfer was complete")
-}
-
-/// Replaces the last line of the terminal. An error is ignored: the progress is not the result.
-fn show_line(line: &str) {
-    let mut terminal = std::io::stderr().lock();
-    let _ = write!(terminal, "\r\x1b[K{line}").and_then(|()| terminal.flush());
-}
-
-fn progress_line(message: &vm::Transfer) -> String {
-    let mib = |bytes: u64| bytes >> 20;
-    match message.total {
-        0 => message.step.clone(),
-        total => format!("{}: {} of {} MiB", message.step, mib(message.bytes), mib(total)),
-    }
 }
 
 /// The host that a reference names, as `Reference` reads it.
@@ -149,15 +133,5 @@ mod tests {
         assert_eq!(of("a.example/b"), None);
         std::fs::write(&path, "no").unwrap();
         assert!(read_credentials(&path, "a").unwrap_err().to_string().contains("auth.json"));
-    }
-
-    #[test]
-    fn the_progress_line_has_step_and_size() {
-        let message =
-            |total| vm::Transfer { step: "sending disk root".into(), bytes: 5 << 20, total, ..Default::default() };
-        assert_eq!(
-            (progress_line(&message(0)).as_str(), progress_line(&message(9 << 20)).as_str()),
-            ("sending disk root", "sending disk root: 5 of 9 MiB")
-        );
     }
 }
