@@ -198,6 +198,21 @@ impl TableView for OverheadReport {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_examples_have_the_measured_overhead() {
+        let read =
+            |path: &str| std::fs::read_to_string(format!("{}/../../{path}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        let measured = read("docs/operator/statistics.md");
+        let row = measured.lines().find(|line| line.starts_with("| `kvm` | 256 |")).expect("the row of engine kvm");
+        let pod_fixed = row.split('`').rev().nth(1).expect("the last column");
+        for path in ["README.md", "docs/user/runtime-classes.md", "docs/examples/runtime-classes.yaml"] {
+            let text = read(path);
+            let given: Vec<&str> = text.lines().filter(|line| line.contains("podFixed:")).collect();
+            let is_measured = |line: &&str| line.contains(&format!("podFixed: {pod_fixed}"));
+            assert!(!given.is_empty() && given.iter().all(is_measured), "{path}: {given:?}, measured {pod_fixed}");
+        }
+    }
     use serde_json::json;
 
     #[test]

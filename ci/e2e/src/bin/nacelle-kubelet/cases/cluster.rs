@@ -70,7 +70,7 @@ pub fn two_runtime_handlers(fixture: &KubeletFixture) -> CaseResult {
     };
     let (inside, beside) = (of("in-machine", "nacelle"), of("beside-machine", "nacelle-host"));
     let (object, _) = (inside.wait_until_ready(), beside.wait_until_ready());
-    assert_eq!(object["spec"]["overhead"]["memory"], "160Mi");
+    assert_eq!(object["spec"]["overhead"]["memory"], "272Mi");
     let here = run_program("uname", ["-r"]).ok();
     assert_eq!(beside.shell("uname -r"), here);
     if nacelle_e2e::node::engine() != "host" {
