@@ -10,6 +10,7 @@ mod guest_logs;
 mod jailed;
 mod language;
 mod layers;
+mod sandboxing;
 mod sbom;
 mod scripts;
 mod servers;
@@ -62,6 +63,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(calls::check(&files));
     found.extend(decoders::check(root, &files)?);
     found.extend(jailed::check(root, &files)?);
+    found.extend(sandboxing::check(root)?);
     found.extend(scripts::check(root)?);
     found.extend(servers::check(&files));
     found.extend(threats::check(root, &files)?);
