@@ -5,7 +5,7 @@ use nacelle_e2e::run::run_program;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 /// A run of `ci/kubelet --kubeadm`, as far as the directories are concerned: it mounts over them in a mount namespace of its own.
@@ -100,4 +100,107 @@ fn programs_that_are_cut_leave_no_process_and_are_no_success() {
     assert!(output.contains("the rest was not run: "), "{output}");
     assert_ne!(run_program("pgrep", ["-fx", &sleeper]).code, 0, "its processes have ended");
     assert!(!std::path::Path::new(left).exists(), "its directories are gone");
+}
+
+/// The tarball's `install.sh` with files of one line in the place of programs, and a directory as the node's root.
+struct Tarball {
+    contents: PathBuf,
+    root: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Tarball {
+    fn new() -> Tarball {
+        let directory = tempfile::tempdir().expect("the temporary directory is writable");
+        let (contents, root) = (directory.path().join("tarball"), directory.path().join("root"));
+        let pieces = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../package.d"));
+        let tarball = Tarball { contents, root, _directory: directory };
+        let read = |name: &str| std::fs::read_to_string(pieces.join(name)).expect("the tree has it");
+        for (path, text) in [
+            ("install.sh", read("install.sh")),
+            ("VERSION", "1.0.0\n".to_owned()),
+            ("bin/nacelle", "old\n".to_owned()),
+            ("lib/nacelle/vmlinux", "kernel\n".to_owned()),
+            ("share/doc/nacelle/examples/crictl.yaml", "# @PREFIX@\n".to_owned()),
+            ("share/doc/nacelle/dropped.md", "old\n".to_owned()),
+            ("templates/nacelle.service", read("nacelle.service").replace("/usr/", "@PREFIX@/")),
+            ("templates/nacelle.socket", read("nacelle.socket")),
+            ("templates/config.toml", "kernel = \"@PREFIX@/lib/nacelle/vmlinux\"\n".to_owned()),
+        ] {
+            tarball.write(path, &text);
+        }
+        std::os::unix::fs::symlink("examples", tarball.contents.join("share/doc/nacelle/link"))
+            .expect("it is writable");
+        std::fs::create_dir(&tarball.root).expect("the temporary directory is writable");
+        tarball
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let file = self.contents.join(path);
+        std::fs::create_dir_all(file.parent().expect("a directory")).expect("the temporary directory is writable");
+        std::fs::write(&file, text).expect("the temporary directory is writable");
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).expect("the file is ours");
+    }
+
+    /// Runs `install.sh` and returns whether it succeeded.
+    fn run(&self, arguments: &[&str]) -> bool {
+        let mut script = Command::new("sh");
+        script.arg(self.contents.join("install.sh")).arg("--root").arg(&self.root).args(arguments);
+        script.output().expect("a shell is installed").status.success()
+    }
+
+    fn installed(&self, path: &str) -> String {
+        std::fs::read_to_string(self.root.join(path)).unwrap_or_default()
+    }
+
+    /// Returns the paths of all files and links below the root, in order.
+    fn files(&self) -> Vec<String> {
+        let found = run_program("find", [&*self.root.to_string_lossy(), "!", "-type", "d", "-printf", "%P\n"]).ok();
+        let mut files: Vec<String> = found.lines().map(str::to_owned).collect();
+        files.sort();
+        files
+    }
+}
+
+#[test]
+fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
+    let tarball = Tarball::new();
+    let prefix = ["--prefix", "/var/opt/nacelle"];
+    assert!(tarball.run(&prefix));
+    let unit = tarball.installed("etc/systemd/system/nacelle.service");
+    assert!(unit.contains("\nExecStart=/var/opt/nacelle/bin/nacelle serve\n") && !unit.contains("@PREFIX@"), "{unit}");
+    assert_eq!(tarball.installed("etc/nacelle/config.toml"), "kernel = \"/var/opt/nacelle/lib/nacelle/vmlinux\"\n");
+    assert_eq!(tarball.installed("var/opt/nacelle/share/doc/nacelle/examples/crictl.yaml"), "# /var/opt/nacelle\n");
+    let first = tarball.files();
+    assert!(first.iter().all(|path| path.starts_with("var/opt/nacelle/") || path.starts_with("etc/")), "{first:?}");
+
+    // An upgrade replaces programs, removes what the new version does not have, and keeps the configuration.
+    let changed = tarball.root.join("etc/nacelle/config.toml");
+    std::fs::write(&changed, "mine\n").expect("the file is ours");
+    let program = tarball.root.join("var/opt/nacelle/bin/nacelle");
+    let running = std::fs::File::open(&program).expect("it is installed");
+    tarball.write("bin/nacelle", "new\n");
+    std::fs::remove_file(tarball.contents.join("share/doc/nacelle/dropped.md")).expect("the file is ours");
+    assert!(tarball.run(&prefix));
+    assert_eq!(tarball.installed("var/opt/nacelle/bin/nacelle"), "new\n");
+    assert_eq!(std::io::read_to_string(running).expect("text"), "old\n", "a program that runs is not overwritten");
+    assert_eq!(tarball.installed("etc/nacelle/config.toml"), "mine\n");
+    let dropped = "var/opt/nacelle/share/doc/nacelle/dropped.md";
+    assert_eq!(tarball.files(), first.into_iter().filter(|path| path != dropped).collect::<Vec<_>>());
+
+    // A removal keeps the configuration; a purge does not while there are pods.
+    let pod = tarball.root.join("run/nacelle/pods/0123456789abc");
+    std::fs::create_dir_all(&pod).expect("the temporary directory is writable");
+    assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
+    assert_eq!(tarball.files(), ["etc/nacelle/config.toml"]);
+    std::fs::remove_dir(&pod).expect("the directory is ours");
+    assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
+    assert_eq!(tarball.files(), Vec::<String>::new());
+    assert!(!tarball.root.join("run/nacelle").exists());
+
+    // What would not be a prefix, in a unit and in a sed expression.
+    for prefix in ["/", "opt/nacelle", "/opt/a b", "/opt/../etc", "/opt/", "/opt//n", "/opt/a|b", "/opt/a&b"] {
+        assert!(!tarball.run(&["--prefix", prefix]), "{prefix}");
+    }
+    assert_eq!(tarball.files(), Vec::<String>::new());
 }
