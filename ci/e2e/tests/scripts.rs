@@ -204,3 +204,97 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
     }
     assert_eq!(tarball.files(), Vec::<String>::new());
 }
+
+/// The installer's container of a DaemonSet on a node with systemd: `kubectl` and `nsenter` are scripts that write down their
+/// arguments, and the node's runtime is the content of a file.
+struct Installer {
+    tarball: Tarball,
+    tools: PathBuf,
+}
+
+impl Installer {
+    fn new(runtime: &str) -> Installer {
+        let tarball = Tarball::new();
+        let tools = tarball.contents.with_file_name("tools");
+        std::fs::create_dir_all(tarball.root.join("run/systemd/system")).expect("the temporary directory is writable");
+        let installer = Installer { tarball, tools };
+        installer.set_runtime(runtime);
+        for (name, text) in [
+            ("kubectl", "case $1 in get) cat \"$0.runtime\" ;; *) echo \"$*\" >>\"$0.calls\" ;; esac"),
+            ("nsenter", "echo \"$*\" >>\"$0.calls\""),
+        ] {
+            let file = installer.tools.join(name);
+            std::fs::write(&file, format!("#!/bin/sh\n{text}\n")).expect("the temporary directory is writable");
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).expect("the file is ours");
+        }
+        installer
+    }
+
+    fn set_runtime(&self, runtime: &str) {
+        std::fs::create_dir_all(&self.tools).expect("the temporary directory is writable");
+        // In one step: the container may read it.
+        let draft = self.tools.join("draft");
+        std::fs::write(&draft, runtime).expect("the temporary directory is writable");
+        std::fs::rename(&draft, self.tools.join("kubectl.runtime")).expect("the directory is ours");
+    }
+
+    fn start(&self, action: &str) -> Run {
+        let mut command = Command::new("sh");
+        command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../package.d/installer.sh")).arg(action);
+        let path = format!("{}:{}", self.tools.display(), std::env::var("PATH").unwrap_or_default());
+        command.env("PATH", path).env("NODE_NAME", "node-1").env("NACELLE_INTERVAL", "0.05");
+        command.env("NACELLE_ROOT", &self.tarball.root).env("NACELLE_CONTENTS", &self.tarball.contents);
+        Run(command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a shell is installed"))
+    }
+
+    fn calls(&self, tool: &str) -> Vec<String> {
+        let text = std::fs::read_to_string(self.tools.join(format!("{tool}.calls"))).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// Waits until the node has been labelled with this as the last change.
+    fn wait_for_label(&self, change: &str) {
+        let expected = format!("label --overwrite node node-1 {change}");
+        eventually(change, || (self.calls("kubectl").last() == Some(&expected)).then_some(()));
+    }
+}
+
+#[test]
+fn the_installer_labels_nodes_and_removes_only_what_kubelet_does_not_use() {
+    let installer = Installer::new("containerd://2.1.0");
+    let mut container = installer.start("install");
+    installer.wait_for_label("nacelle.dev/runtime-");
+    assert_eq!(installer.calls("kubectl")[0], "label --overwrite node node-1 nacelle.dev/installed=1.0.0");
+    assert_eq!(installer.tarball.installed("opt/nacelle/bin/nacelle"), "old\n");
+    let started = installer.calls("nsenter");
+    assert_eq!(started.last().expect("calls"), "-t 1 -m -u -i -n -p -- systemctl restart nacelle.service");
+    // Kubelet is moved to Nacelle while the container runs.
+    installer.set_runtime("nacelle://0.1.0");
+    installer.wait_for_label("nacelle.dev/runtime=true");
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(container.0.id().cast_signed()),
+        nix::sys::signal::Signal::SIGTERM,
+    )
+    .expect("the container is ours");
+    assert!(eventually("the container ends", || container.0.try_wait().expect("a child")).success());
+
+    // The same version again restarts nothing.
+    let container = installer.start("install");
+    eventually("the daemon is started", || (installer.calls("nsenter").len() == 2 * started.len()).then_some(()));
+    assert!(installer.calls("nsenter")[started.len()..].iter().all(|call| !call.contains("restart")));
+    drop(container);
+
+    let mut refused = installer.start("uninstall");
+    assert!(!eventually("the container fails", || refused.0.try_wait().expect("a child")).success());
+    assert_eq!(installer.tarball.installed("opt/nacelle/bin/nacelle"), "old\n");
+    installer.set_runtime("containerd://2.1.0");
+    let _container = installer.start("uninstall");
+    installer.wait_for_label("nacelle.dev/runtime- nacelle.dev/installed-");
+    assert_eq!(installer.tarball.files(), ["etc/nacelle/config.toml"]);
+    assert!(installer.calls("nsenter").iter().any(|call| call.contains("disable --quiet --now")));
+}
