@@ -31,4 +31,5 @@ mod streaming;
 pub mod supervision;
 mod sys;
 mod systemd;
+pub mod traces;
 mod user_range;

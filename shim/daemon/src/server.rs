@@ -18,6 +18,7 @@ use crate::node_service::NodeService;
 use crate::socket::{SocketClaim, SocketError};
 use crate::streaming::NodeStreams;
 use crate::supervision::{SupervisionError, Supervisor};
+use crate::traces::TraceExporter;
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at};
 use nacelle_base::lock::{LockError, PathLock};
@@ -40,6 +41,7 @@ use tokio::net::UnixListener;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::task::AbortOnDropHandle;
+use tower::util::option_layer;
 
 /// The largest message in bytes: the response to ExecSync with both streams full.
 pub(crate) const MESSAGE_LIMIT: usize = 40 << 20;
@@ -318,6 +320,7 @@ pub async fn serve(
     let building = node.clone();
     let _templates = AbortOnDropHandle::new(tokio::spawn(async move { building.build_templates().await }));
     let counters = node.services().counters.clone();
+    let (trace_layer, exporter) = TraceExporter::start(&node.services().config.tracing, &counters).unzip();
     let cri = Cri::new(node.clone(), streams);
     let event_node = node.clone();
     let supervisor = Arc::new(supervisor);
@@ -325,6 +328,7 @@ pub async fn serve(
     let watch = AbortOnDropHandle::new(tokio::spawn(async move { watching.watch(&watched_socket, &watched).await }));
     let connections = UnixListenerStream::new(listener).map(|accepted| accepted.map(GrpcConnection::new));
     let server = nacelle_proto::server::builder()
+        .layer(option_layer(trace_layer))
         .layer(CountLayer(counters))
         .layer(DeadlineLayer)
         .add_service(
@@ -357,6 +361,9 @@ pub async fn serve(
     if let Some(metrics) = metrics {
         // It ends at once, and has logged what it could not do.
         let _ = metrics.await;
+    }
+    if let Some(exporter) = exporter {
+        exporter.finish().await;
     }
     if let Some(own) = own {
         own.remove()?;

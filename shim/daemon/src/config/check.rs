@@ -35,6 +35,9 @@ const FIRST_USER: u32 = 1 << 16;
 /// The highest user id: the number above it means "unchanged" (setresuid(2)).
 const LAST_USER: u32 = u32::MAX - 1;
 
+/// The scale of a sampling rate.
+const MILLION: u32 = 1_000_000;
+
 /// The maximum length in bytes of the path of a pod's directory `jail`, which contains its sockets.
 const MAX_JAIL_PATH: usize = 87;
 
@@ -132,6 +135,10 @@ pub(super) fn check(config: &Config) -> Vec<BrokenRule> {
         if *path == config.paths.socket {
             checker.reject("metrics.address", path, "paths.socket has this path; use another one");
         }
+    }
+    if config.tracing.sampling_rate_per_million > MILLION {
+        let rate = config.tracing.sampling_rate_per_million;
+        checker.reject("tracing.sampling_rate_per_million", rate, "0 to 1000000 is allowed");
     }
     checker.absolute("machines.efi_code", &config.machines.efi_code);
     checker.absolute("machines.efi_variables", &config.machines.efi_variables);

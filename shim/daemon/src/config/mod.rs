@@ -24,6 +24,7 @@ pub use syntax::SyntaxError;
 
 use crate::log::LogFilter;
 use crate::metrics::address::MetricsAddress;
+use crate::traces::endpoint::TraceEndpoint;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
 use nacelle_machines::MachineSettings;
@@ -61,6 +62,8 @@ pub struct Config {
     pub log: LogSettings,
     /// The metrics of the daemon.
     pub metrics: MetricsSettings,
+    /// Traces of CRI requests.
+    pub tracing: TracingSettings,
     /// The handlers that RuntimeClasses can name. If the file defines none, there is one with the name `default_handler`.
     pub handlers: BTreeMap<String, Handler>,
 }
@@ -80,6 +83,17 @@ pub struct MetricsSettings {
     /// The address on which metrics are served; `None`: they are not served.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<MetricsAddress>,
+}
+
+/// Traces of CRI requests, named as in kubelet's TracingConfiguration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TracingSettings {
+    /// The collector that receives spans; `None`: nothing is recorded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<TraceEndpoint>,
+    /// Of a million requests whose client sends no trace, how many are recorded.
+    pub sampling_rate_per_million: u32,
 }
 
 /// Paths of files and directories.
@@ -360,6 +374,7 @@ impl Default for Config {
             images: ImageSettings::default(),
             log: LogSettings::default(),
             metrics: MetricsSettings::default(),
+            tracing: TracingSettings::default(),
             handlers: BTreeMap::new(),
         }
     }

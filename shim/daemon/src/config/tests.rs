@@ -129,6 +129,7 @@ fn the_documentation_names_every_key_and_no_other() {
     example.images.https_proxy = example.images.http_proxy.clone();
     example.images.no_proxy = Some("a.example".into());
     example.metrics.address = Some("127.0.0.1:9464".parse().unwrap());
+    example.tracing.endpoint = Some("http://127.0.0.1:4317".parse().unwrap());
     example.streaming.tls_cert_file = Some("/cert.pem".into());
     example.streaming.tls_key_file = Some("/key.pem".into());
     let mut ours = BTreeSet::new();

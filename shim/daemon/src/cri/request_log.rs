@@ -3,6 +3,7 @@
 //! failure may name a value that was refused.
 
 use crate::lifecycle::Node;
+use crate::traces::RequestSpan;
 use nacelle_proto::cri;
 use std::time::Instant;
 use tonic::{Code, Status};
@@ -43,6 +44,8 @@ struct RequestInProgress<'n> {
     node: &'n Node,
     rpc: &'static str,
     subject: Subject,
+    /// The span of the request, if it is recorded.
+    span: Option<RequestSpan>,
     began: Instant,
     has_ended: bool,
 }
@@ -53,10 +56,10 @@ pub(super) async fn logged<R: ChangingRequest>(
     request: R,
     answer: impl AsyncFnOnce(R) -> Result<R::Reply, Status>,
 ) -> Result<R::Reply, Status> {
-    let mut running =
-        RequestInProgress { node, rpc: R::RPC, subject: request.subject(), began: Instant::now(), has_ended: false };
+    let (subject, span) = (request.subject(), RequestSpan::current());
+    let mut running = RequestInProgress { node, rpc: R::RPC, subject, span, began: Instant::now(), has_ended: false };
     // A removed pod has no names any more.
-    if tracing::enabled!(Level::DEBUG) {
+    if tracing::enabled!(Level::DEBUG) || running.span.is_some() {
         running.subject.complete(node);
     }
     let result = answer(request).await;
@@ -73,6 +76,9 @@ impl RequestInProgress<'_> {
         let ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
         if failure.is_some() {
             self.subject.complete(self.node);
+        }
+        if let Some(span) = &self.span {
+            span.set_subject(self.subject.attributes());
         }
         let rpc = self.rpc;
         let [pod, namespace, name, uid, handler, container, container_name, image] = self.subject.fields();
@@ -127,6 +133,21 @@ impl Subject {
         let Subject { pod, namespace, name, uid, handler, container, container_name, image } = self;
         [pod, namespace, name, uid, handler, container, container_name, image]
             .map(|text| Some(text.as_str()).filter(|text| !text.is_empty()))
+    }
+
+    /// Returns the subject as attributes of a span, with the names of OpenTelemetry where it has one.
+    fn attributes(&self) -> [(&'static str, &str); 8] {
+        let Subject { pod, namespace, name, uid, handler, container, container_name, image } = self;
+        [
+            ("nacelle.pod.id", pod),
+            ("k8s.namespace.name", namespace),
+            ("k8s.pod.name", name),
+            ("k8s.pod.uid", uid),
+            ("nacelle.handler", handler),
+            ("container.id", container),
+            ("container.name", container_name),
+            ("container.image.name", image),
+        ]
     }
 
     fn of_pod(id: &str) -> Subject {

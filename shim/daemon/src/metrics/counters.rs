@@ -51,6 +51,7 @@ struct Counters {
     cni_duration: Histograms<CommandLabels>,
     commits: Family<ResultLabels, Counter>,
     commit_duration: Histogram,
+    trace_spans_dropped: Counter,
 }
 
 /// Creates and registers the families of counters.
@@ -114,6 +115,8 @@ impl EventCounters {
         let commits = registrar.counters(&family::STORE_COMMITS, results);
         let commit_duration = Histogram::new(COMMIT_BUCKETS);
         family::STORE_DURATION.register(&mut registrar.0, commit_duration.clone());
+        let trace_spans_dropped = Counter::default();
+        family::TRACE_SPANS_DROPPED.register(&mut registrar.0, trace_spans_dropped.clone());
         EventCounters(Arc::new(Counters {
             registry: registrar.0,
             requests,
@@ -130,6 +133,7 @@ impl EventCounters {
             cni_duration,
             commits,
             commit_duration,
+            trace_spans_dropped,
         }))
     }
 
@@ -199,5 +203,10 @@ impl EventCounters {
     pub(crate) fn count_commit(&self, result: RequestResult, duration: Duration) {
         self.0.commits.get_or_create(&ResultLabels { result }).inc();
         self.0.commit_duration.observe(duration.as_secs_f64());
+    }
+
+    /// Counts spans that were dropped.
+    pub(crate) fn count_dropped_spans(&self, count: u64) {
+        self.0.trace_spans_dropped.inc_by(count);
     }
 }

@@ -111,6 +111,7 @@ families! {
     STORE_SIZE: Gauge "nacelle_state_store_bytes" [] "Size of the files of the state store and its copy";
     STREAM_SESSIONS: Counter "nacelle_stream_sessions_total" ["kind"] "Sessions of exec, attach and port-forward that were accepted";
     STREAM_SESSIONS_OPEN: Gauge "nacelle_stream_sessions_open" ["kind"] "Sessions of exec, attach and port-forward that are open";
+    TRACE_SPANS_DROPPED: Counter "nacelle_trace_spans_dropped_total" [] "Spans of traces that did not reach the collector";
     PROCESS_CPU: Counter "process_cpu_seconds_total" [] "CPU time of the daemon";
     PROCESS_RESIDENT: Gauge "process_resident_memory_bytes" [] "Resident memory of the daemon";
     PROCESS_VIRTUAL: Gauge "process_virtual_memory_bytes" [] "Virtual memory of the daemon";

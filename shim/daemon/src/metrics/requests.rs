@@ -14,6 +14,9 @@ use tower::{Layer, Service};
 /// The beginning of the paths of CRI requests.
 const CRI: &str = "/runtime.v1.";
 
+/// The services of CRI.
+const SERVICES: [&str; 2] = ["runtime.v1.RuntimeService", "runtime.v1.ImageService"];
+
 /// The RPCs of CRI, sorted. A client may send any other name.
 const RPCS: [&str; 43] = [
     "Attach",
@@ -138,6 +141,13 @@ where
 fn find_rpc(path: &str) -> Option<&'static str> {
     let (_service, name) = path.strip_prefix(CRI)?.split_once('/')?;
     Some(RPCS.binary_search(&name).ok().and_then(|position| RPCS.get(position)).copied().unwrap_or(OTHER))
+}
+
+/// Returns the service and the name of the RPC of this path; `None` if CRI does not have them.
+pub(crate) fn find_method(path: &str) -> Option<(&'static str, &'static str)> {
+    let (service, _name) = path.strip_prefix('/')?.split_once('/')?;
+    let service = SERVICES.into_iter().find(|known| *known == service)?;
+    Some((service, find_rpc(path).filter(|rpc| *rpc != OTHER)?))
 }
 
 /// Returns the label of a gRPC code.

@@ -5,6 +5,7 @@ use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
 use crate::metrics::labels::VmEndCause;
+use crate::traces::RequestSpan;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::{Classify, ContainerId, FailureKind};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
@@ -31,9 +32,10 @@ pub(crate) enum Message {
         config: Box<ContainerConfig>,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
+        span: Option<RequestSpan>,
         answer: Answer<ContainerId>,
     },
-    Start(ContainerId, Answer<()>),
+    Start(ContainerId, Option<RequestSpan>, Answer<()>),
     Update(ContainerId, Box<Resources>, Answer<()>),
     UpdatePod(Box<PodResources>, Answer<()>),
     StopContainer(ContainerId, Duration, Answer<()>),

@@ -19,6 +19,7 @@ use super::context::view::View;
 use super::pod::boot;
 use super::pod::spec::NewPod;
 use crate::metrics::labels::StartResult;
+use crate::traces::RequestSpan;
 use announce::Announced;
 use message::{Answer, Begin, Message, Patience, Stopping};
 use nacelle_base::machine::EngineKind;
@@ -61,6 +62,10 @@ pub(crate) struct Entry {
     removal: Patience,
     /// The steps of its creation and start, with their durations.
     timeline: Timeline,
+    /// The span of the request to create it, if it is recorded.
+    create_span: Option<RequestSpan>,
+    /// The span of the last request to start it, if it is recorded.
+    start_span: Option<RequestSpan>,
     /// Pending changes of the container's limits, in order; the first one is being applied.
     updates: VecDeque<(Box<Resources>, Answer<()>)>,
 }
@@ -75,6 +80,8 @@ impl Entry {
             start_waiters: Vec::new(),
             remove_waiters: Vec::new(),
             removal: Patience::default(),
+            create_span: None,
+            start_span: None,
             updates: VecDeque::new(),
         }
     }
@@ -102,6 +109,8 @@ pub(crate) struct Actor {
     announced: Announced,
     /// The steps of the pod's start, with their durations.
     timeline: Timeline,
+    /// The span of the request that creates the pod, if it is recorded.
+    span: Option<RequestSpan>,
     /// When this actor was created: for a new pod, when it was requested.
     since: Instant,
     /// The CPUs of the node to which the VM is confined (empty: all CPUs), and the number of pinned vCPUs; `None` if unknown.
@@ -143,6 +152,7 @@ pub(crate) fn new(
         updates: VecDeque::new(),
         announced,
         timeline: Timeline::default(),
+        span: RequestSpan::current(),
         since: Instant::now(),
         ended: false,
     };
@@ -203,6 +213,9 @@ impl Actor {
     fn count_start(&self, result: StartResult) {
         let longest = self.services.config.sandbox.boot_timeout;
         let (counters, steps) = (&self.services.counters, self.timeline.steps());
+        if let Some(span) = &self.span {
+            span.add_steps(&steps);
+        }
         counters.count_pod_start(&self.pod.handler, result, self.since.elapsed(), &steps, longest);
     }
 
@@ -255,8 +268,10 @@ impl Actor {
             Message::Report(state) => self.report(state).await,
             Message::Lost => self.lost(),
             Message::Gone(last, cause) => self.gone(last, cause).await,
-            Message::Create { config, image, volumes, answer } => self.create(*config, image, volumes, answer).await,
-            Message::Start(id, answer) => self.start(id, answer).await,
+            Message::Create { config, image, volumes, span, answer } => {
+                self.create(*config, image, volumes, span, answer).await
+            }
+            Message::Start(id, span, answer) => self.start(id, span, answer).await,
             Message::Update(id, change, answer) => self.update(id, change, answer).await,
             Message::UpdatePod(change, answer) => self.update_pod(change, answer).await,
             Message::PodUpdated(next, result) => self.pod_updated(*next, result).await,

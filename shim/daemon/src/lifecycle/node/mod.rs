@@ -15,6 +15,7 @@ use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
 use super::context::{NodeServices, new_id, unix_nanos};
+use crate::traces::RequestSpan;
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::task::run_blocking_or_panic as blocking;
@@ -217,13 +218,14 @@ impl Node {
         volumes: Vec<ContainerImage>,
     ) -> Result<ContainerId, LifecycleError> {
         let (_, handle) = self.table.find(pod)?;
-        self.table.ask(&handle, |answer| Message::Create { config: Box::new(config), image, volumes, answer }).await
+        let (config, span) = (Box::new(config), RequestSpan::current());
+        self.table.ask(&handle, |answer| Message::Create { config, image, volumes, span, answer }).await
     }
 
     /// Starts a container. A running container counts as started.
     pub async fn start(&self, id: &str) -> Result<(), LifecycleError> {
         let (id, handle, _) = self.table.find_container(id)?;
-        self.table.ask(&handle, |answer| Message::Start(id, answer)).await
+        self.table.ask(&handle, |answer| Message::Start(id, RequestSpan::current(), answer)).await
     }
 
     /// Changes the limits of a container that has not ended; unset limits stay.

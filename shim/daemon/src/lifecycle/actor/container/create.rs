@@ -8,6 +8,7 @@ use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::{clip, lead_with_reason};
 use crate::lifecycle::context::{new_id, unix_nanos};
+use crate::traces::RequestSpan;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::record::ContainerRecord;
@@ -23,6 +24,7 @@ impl Actor {
         config: ContainerConfig,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
+        span: Option<RequestSpan>,
         answer: Answer<ContainerId>,
     ) {
         let same_name = |entry: &&mut Entry| {
@@ -63,6 +65,7 @@ impl Actor {
         }
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
+        entry.create_span = span;
         let timeline = entry.timeline.clone();
         entry.create_waiters.push(answer);
         self.containers.insert(id.clone(), entry);
@@ -171,6 +174,9 @@ impl Actor {
     pub(crate) async fn created(&mut self, id: ContainerId, result: Result<ContainerUser, LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
+        if let Some(span) = entry.create_span.take() {
+            span.add_steps(&entry.record.timeline);
+        }
         let ask = match result {
             Ok(user) => {
                 // No caller knows a container that is removed before its creation is complete.

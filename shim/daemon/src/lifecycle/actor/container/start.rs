@@ -8,13 +8,14 @@ use crate::lifecycle::container::start;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::unix_nanos;
+use crate::traces::RequestSpan;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_store::Change;
 use std::sync::Arc;
 
 impl Actor {
-    pub(crate) async fn start(&mut self, id: ContainerId, answer: Answer<()>) {
+    pub(crate) async fn start(&mut self, id: ContainerId, span: Option<RequestSpan>, answer: Answer<()>) {
         let Some(entry) = self.containers.get_mut(&id) else {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
@@ -27,6 +28,7 @@ impl Actor {
             Ok((ContainerState::Running, _)) => drop(answer.send(Ok(()))),
             Ok((_, act)) => {
                 entry.start_waiters.push(answer);
+                entry.start_span = span.or(entry.start_span.take());
                 if act == ContainerAction::Start {
                     self.begin_start(&id).await;
                 }
@@ -61,6 +63,9 @@ impl Actor {
     pub(crate) async fn started(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
+        if let Some(span) = entry.start_span.take() {
+            span.add_steps(&entry.record.timeline);
+        }
         let ask = match &result {
             Ok(()) => {
                 if entry.record.started_at == 0 {

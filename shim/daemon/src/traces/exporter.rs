@@ -1,0 +1,217 @@
+//! Sends spans to the collector in batches. The queue before it is bounded, and spans are dropped and counted rather than waited
+//! for. A collector that does not respond is tried again for a while, and the log names it at most once a minute.
+
+use super::endpoint::TraceEndpoint;
+use super::request::TraceLayer;
+use super::span::{MAX_MESSAGE, cut, text};
+use crate::config::TracingSettings;
+use crate::metrics::EventCounters;
+use crate::program;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_client::TraceServiceClient;
+use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint, Error};
+use tonic::{Code, Status};
+
+/// The maximum number of spans that wait; each has at most about 4 KiB.
+const QUEUE: usize = 2048;
+
+/// The maximum number of spans in one request: far below the 4 MiB that collectors accept, in practice about 300 bytes for each.
+const BATCH: usize = 512;
+
+/// Time that the first span of a batch waits for others.
+const BATCH_PAUSE: Duration = Duration::from_secs(1);
+
+/// Time limit of one request.
+const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+
+/// Pauses before a request is repeated. Then its spans are dropped.
+const PAUSES: [Duration; 4] =
+    [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(4), Duration::from_secs(8)];
+
+/// Time limit for sending what is left when the daemon stops.
+const FLUSH_LIMIT: Duration = Duration::from_secs(2);
+
+/// Time between two messages in the log.
+const LOG_PAUSE: Duration = Duration::from_secs(60);
+
+/// The sending end of the queue of ended spans.
+#[derive(Clone)]
+pub(super) struct SpanQueue {
+    spans: mpsc::Sender<Span>,
+    counters: EventCounters,
+}
+
+impl SpanQueue {
+    /// Queues a span, or drops and counts it if the queue is full. Never waits.
+    pub(super) fn push(&self, span: Span) {
+        if self.spans.try_send(span).is_err() {
+            self.counters.count_dropped_spans(1);
+        }
+    }
+}
+
+/// The task that sends spans to the collector.
+pub(crate) struct TraceExporter {
+    end: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl TraceExporter {
+    /// Starts the task and returns the layer whose spans it sends; `None` without an endpoint. The collector need not exist yet.
+    pub(crate) fn start(settings: &TracingSettings, counters: &EventCounters) -> Option<(TraceLayer, TraceExporter)> {
+        let endpoint = settings.endpoint.clone()?;
+        let channel = match connect(&endpoint) {
+            Ok(channel) => channel,
+            Err(error) => {
+                // The configuration was checked before.
+                tracing::error!(%endpoint, %error, "traces are not sent");
+                return None;
+            }
+        };
+        let (spans, queue) = mpsc::channel(QUEUE);
+        let end = CancellationToken::new();
+        let client = TraceServiceClient::new(channel);
+        let sender =
+            BatchSender { client, endpoint, resource: describe_daemon(), counters: counters.clone(), last_log: None };
+        let task = tokio::spawn(send_batches(queue, sender, end.clone()));
+        let layer =
+            TraceLayer::new(SpanQueue { spans, counters: counters.clone() }, settings.sampling_rate_per_million);
+        Some((layer, TraceExporter { end, task }))
+    }
+
+    /// Sends what is queued, for at most `FLUSH_LIMIT`, and ends the task.
+    pub(crate) async fn finish(self) {
+        self.end.cancel();
+        let _ = self.task.await;
+    }
+}
+
+/// Returns a channel that connects with the first request, and again after a failure.
+fn connect(endpoint: &TraceEndpoint) -> Result<Channel, Error> {
+    let endpoint = Endpoint::from_shared(endpoint.as_str().to_owned())?;
+    Ok(endpoint.connect_timeout(REQUEST_LIMIT).timeout(REQUEST_LIMIT).connect_lazy())
+}
+
+/// Returns the attributes of the daemon.
+fn describe_daemon() -> Resource {
+    let host = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok()).unwrap_or_default();
+    let attributes = [("service.name", "nacelle"), ("service.version", program::RELEASE), ("host.name", host.as_str())];
+    Resource { attributes: attributes.map(|(key, value)| text(key, value)).to_vec(), ..Resource::default() }
+}
+
+/// Sends spans until `end`, and then those that are left.
+async fn send_batches(mut queue: mpsc::Receiver<Span>, mut sender: BatchSender, end: CancellationToken) {
+    let mut batch = Vec::new();
+    loop {
+        tokio::select! {
+            () = fill_batch(&mut queue, &mut batch) => {}
+            () = end.cancelled() => break,
+        }
+        tokio::select! {
+            () = sender.send(&batch) => batch.clear(),
+            () = end.cancelled() => break,
+        }
+    }
+    queue.close();
+    while queue.recv_many(&mut batch, QUEUE).await > 0 {}
+    let mut sent = 0;
+    let _limit = timeout(FLUSH_LIMIT, async {
+        for part in batch.chunks(BATCH) {
+            if sender.try_send(part).await.is_err() {
+                break;
+            }
+            sent += part.len();
+        }
+    })
+    .await;
+    if sent < batch.len() {
+        sender.report_loss(batch.len() - sent, "the daemon stops");
+    }
+}
+
+/// Waits for a span, and then for others until the batch is full or the pause has passed. A dropped call loses no span.
+async fn fill_batch(queue: &mut mpsc::Receiver<Span>, batch: &mut Vec<Span>) {
+    if queue.recv_many(batch, BATCH).await == 0 {
+        // No request can be recorded any more.
+        return std::future::pending().await;
+    }
+    let _limit = timeout(BATCH_PAUSE, async {
+        while batch.len() < BATCH && queue.recv_many(batch, BATCH - batch.len()).await > 0 {}
+    })
+    .await;
+}
+
+struct BatchSender {
+    client: TraceServiceClient<Channel>,
+    endpoint: TraceEndpoint,
+    resource: Resource,
+    counters: EventCounters,
+    /// When the log last named a loss.
+    last_log: Option<Instant>,
+}
+
+impl BatchSender {
+    /// Sends spans, repeatedly if the collector may accept them later. Those that it does not accept are dropped.
+    async fn send(&mut self, spans: &[Span]) {
+        let mut pauses = PAUSES.iter();
+        loop {
+            let Err(status) = self.try_send(spans).await else { return };
+            match pauses.next().filter(|_| is_temporary(status.code())) {
+                Some(pause) => tokio::time::sleep(*pause).await,
+                None => return self.report_loss(spans.len(), &format!("{:?}: {}", status.code(), status.message())),
+            }
+        }
+    }
+
+    /// Sends spans once.
+    async fn try_send(&mut self, spans: &[Span]) -> Result<(), Status> {
+        let scope = InstrumentationScope { name: "nacelle".to_owned(), ..InstrumentationScope::default() };
+        let scope_spans = ScopeSpans { scope: Some(scope), spans: spans.to_vec(), ..ScopeSpans::default() };
+        let resource = Some(self.resource.clone());
+        let resource_spans =
+            vec![ResourceSpans { resource, scope_spans: vec![scope_spans], ..ResourceSpans::default() }];
+        let sent = timeout(REQUEST_LIMIT, self.client.export(ExportTraceServiceRequest { resource_spans })).await;
+        let reply = sent.map_err(|_elapsed| Status::deadline_exceeded("the collector does not respond"))??;
+        if let Some(partial) = reply.into_inner().partial_success
+            && let Ok(rejected @ 1..) = usize::try_from(partial.rejected_spans)
+        {
+            self.report_loss(
+                rejected.min(spans.len()),
+                &format!("the collector rejected them: {}", partial.error_message),
+            );
+        }
+        Ok(())
+    }
+
+    /// Counts dropped spans, and logs the cause if the last message is old enough.
+    fn report_loss(&mut self, count: usize, cause: &str) {
+        self.counters.count_dropped_spans(u64::try_from(count).unwrap_or(u64::MAX));
+        if self.last_log.is_none_or(|last| last.elapsed() >= LOG_PAUSE) {
+            self.last_log = Some(Instant::now());
+            let (endpoint, cause) = (&self.endpoint, cut(cause, MAX_MESSAGE));
+            tracing::warn!(%endpoint, count, cause, "spans of traces are lost; losses of the next minute are only counted");
+        }
+    }
+}
+
+/// Returns whether OTLP allows to repeat a request that failed with this code.
+fn is_temporary(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Cancelled
+            | Code::DeadlineExceeded
+            | Code::ResourceExhausted
+            | Code::Aborted
+            | Code::OutOfRange
+            | Code::Unavailable
+            | Code::DataLoss
+    )
+}
