@@ -133,7 +133,9 @@ fn the_trace_of_kubelet_goes_on_to_the_steps_of_a_pod() {
     let container_id = created.into_inner().container_id;
     let start = cri::StartContainerRequest { container_id: container_id.clone() };
     runtime.block_on(client.start_container(traced(start, 3, 1))).unwrap();
-    let spec = cri::ImageSpec { image: image.clone(), ..Default::default() };
+    let other = TestImage::busybox().with_layer(|layer| layer.add_file("other", b"image", 0o644));
+    let other = node.registry.push(&other, "other:1");
+    let spec = cri::ImageSpec { image: other.clone(), ..Default::default() };
     let pull = cri::PullImageRequest { image: Some(spec), ..Default::default() };
     runtime.block_on(images.pull_image(traced(pull, 4, 1))).unwrap();
     let failure = runtime.block_on(client.run_pod_sandbox(traced(run("absent"), 5, 1))).unwrap_err();
@@ -169,15 +171,20 @@ fn the_trace_of_kubelet_goes_on_to_the_steps_of_a_pod() {
         check_names(&span, &[("container.id", &container_id), ("container.name", "c"), ("k8s.pod.name", "traced")]);
         assert!(steps.contains_key(step), "{steps:?}");
     }
-    let (span, _) = collector.wait_for(4, "PullImage");
+    let (span, steps) = collector.wait_for(4, "PullImage");
     assert_eq!(span.name, "runtime.v1.ImageService/PullImage");
-    check_names(&span, &[("container.image.name", &image)]);
+    for step in ["fetch_manifest", "fetch_configuration", "fetch_layer", "build_tree"] {
+        assert!(steps.contains_key(step), "{steps:?}");
+    }
+    check_names(&span, &[("container.image.name", &other)]);
     let (span, steps) = collector.wait_for(5, "RunPodSandbox");
     check_request(&span, failure.code());
     assert_eq!(span.status.unwrap().message, failure.message());
     assert!(steps.is_empty(), "{steps:?}");
     check_request(&collector.wait_for(6, "ExecSync").0, Code::Ok);
-    check_request(&collector.wait_for(8, "StopPodSandbox").0, Code::Ok);
+    let (span, steps) = collector.wait_for(8, "StopPodSandbox");
+    check_request(&span, Code::Ok);
+    assert!(steps.contains_key("end_pod_process") && steps.contains_key("end_network"), "{steps:?}");
     // crictl's requests have no trace, and none begins at the default rate.
     let all = collector.0.lock().unwrap().clone();
     let unknown: Vec<_> = all.iter().filter(|span| !matches!(span.trace_id.last(), Some(1..=6 | 8))).collect();

@@ -23,6 +23,7 @@ use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
 use nacelle_base::files::{at, remove_if_there, write_whole};
 use nacelle_base::task::{TaskError, run_blocking};
+use nacelle_base::timeline::Timeline;
 use nacelle_base::{Classify, FailureKind};
 use nacelle_model::digest::{Digest, ImageId};
 use serde::Deserialize;
@@ -116,11 +117,13 @@ impl StoreState {
         .await?
     }
 
-    /// Fetches the layers, builds the tree and adds the image to the list. If the disk is full, removes everything that it wrote.
+    /// Fetches the layers, builds the tree and adds the image to the list; counts the layers, and records how long each step takes. If the
+    /// disk is full, removes everything that it wrote.
     pub async fn install_image(
         self: &Arc<Self>,
         plan: ImagePlan,
         counter: &InstallationCounter,
+        timeline: &Timeline,
     ) -> Result<ImageId, ImageError> {
         let layers: Vec<Digest> = plan.layers.iter().map(|layer| layer.name).collect();
         let tree = tree_name(&layers);
@@ -129,7 +132,7 @@ impl StoreState {
         let pins: Vec<Pin> = keys.iter().map(|key| self.directory.pin(*key)).collect();
         let (threads, cancel) = (TaskTracker::new(), Cancel::default());
         let _cancelled_with_this_future = cancel.on_drop();
-        let installed = self.install_pinned(plan, &threads, &pins, &cancel, counter).await;
+        let installed = self.install_pinned(plan, &threads, &pins, &cancel, counter, timeline).await;
         if installed.as_ref().is_err_and(|error| error.kind() == FailureKind::Exhausted && !error.is_over_budget()) {
             cancel.cancel();
             threads.close();
@@ -148,6 +151,7 @@ impl StoreState {
         pins: &[Pin],
         cancel: &Cancel,
         counter: &InstallationCounter,
+        timeline: &Timeline,
     ) -> Result<ImageId, ImageError> {
         let missing = self.missing_layers(plan.layers.iter().map(|layer| layer.name).collect()).await?;
         self.check_free_space(&plan.layers, &missing)?;
@@ -159,7 +163,9 @@ impl StoreState {
                 let counted = missing.contains(&layer.name).then(|| counter.add_layer(layer.size));
                 let LayerPlan { name: diff_id, source, size: _, form } = layer;
                 let layer = WantedLayer { diff_id, form, counter: counted.unwrap_or_default() };
-                fetches.spawn(Arc::clone(self).fetch_layer(layer, source, threads.clone(), cancel.clone()));
+                let fetch = Arc::clone(self).fetch_layer(layer, source, threads.clone(), cancel.clone());
+                let timeline = timeline.clone();
+                fetches.spawn(async move { timeline.measure("layer", fetch).await });
             }
         }
         while let Some(fetched) = fetches.join_next().await {
@@ -175,12 +181,15 @@ impl StoreState {
         }
         // The thread continues if this future is dropped, so it owns the pins of what it adds to the list.
         let (shared, pins, cancel) = (Arc::clone(self), pins.to_vec(), cancel.clone());
-        run_blocking("install an image", move || {
-            let finished = shared.commit_image(plan, layers, &cancel);
-            drop(pins);
-            finished
-        })
-        .await?
+        let committed = async {
+            run_blocking("install an image", move || {
+                let finished = shared.commit_image(plan, layers, &cancel);
+                drop(pins);
+                finished
+            })
+            .await?
+        };
+        timeline.measure("tree", committed).await
     }
 
     /// Returns those of these layers that the store lacks or that are damaged.

@@ -12,6 +12,7 @@ use crate::progress::InstallationCounter;
 use crate::{ImageError, LoadedImage, Reference};
 use nacelle_base::files::at;
 use nacelle_base::task::run_blocking;
+use nacelle_base::timeline::Timeline;
 use nacelle_model::digest::Digest;
 use std::collections::HashMap;
 use std::fs::File;
@@ -60,7 +61,7 @@ pub async fn load(
         plan.names.tags.extend(name.map(Reference::to_string));
         let id = plan.id;
         if !shared.assign_names(id, plan.names.clone()).await? {
-            shared.install_image(plan, counter).await?;
+            shared.install_image(plan, counter, &Timeline::default()).await?;
         }
         let names = shared.published.images().get(&id).map(|stored| stored.tags.iter().cloned().collect());
         loaded.push(LoadedImage { id, names: names.unwrap_or_default() });

@@ -6,18 +6,21 @@ use crate::plan::{ImageNames, ImagePlan, LayerSource};
 use crate::progress::InstallationCounter;
 use crate::registry::RegistrySession;
 use crate::{Auth, ImageError, Reference};
+use nacelle_base::timeline::Timeline;
 use nacelle_model::digest::{Digest, ImageId};
 use std::sync::Arc;
 
-/// Pulls an image or artifact and gives it the reference's name.
+/// Pulls an image or artifact and gives it the reference's name; counts its layers. Adds its steps to `timeline`: "manifest",
+/// "configuration", "layer" for each layer (download and unpacking run at the same time) and "tree".
 pub async fn pull(
     shared: &Arc<StoreState>,
     reference: &Reference,
     auth: Option<Auth>,
     counter: &InstallationCounter,
+    timeline: &Timeline,
 ) -> Result<ImageId, ImageError> {
     let session = Arc::new(RegistrySession::new(Arc::clone(&shared.http), reference, auth, false)?);
-    let (bytes, manifest, named) = fetch_manifest(&session, reference).await?;
+    let (bytes, manifest, named) = timeline.measure("manifest", fetch_manifest(&session, reference)).await?;
     let names = ImageNames {
         // The tag of a reference with a digest is ignored: the registry was asked for the digest.
         tags: reference.digest().is_none().then(|| reference.to_string()).into_iter().collect(),
@@ -33,7 +36,8 @@ pub async fn pull(
     let source = |blob: Descriptor| Ok(LayerSource::Registry(Arc::clone(&session), blob));
     let plan = match manifest {
         Manifest::Image(image) => {
-            let config = session.fetch_small_blob(&image.config, MAX_CONFIG, "configuration").await?;
+            let fetched = session.fetch_small_blob(&image.config, MAX_CONFIG, "configuration");
+            let config = timeline.measure("configuration", fetched).await?;
             let wrong = |source| ImageError::Manifest { what: format!("configuration {id} of {reference}"), source };
             ImagePlan::of_image(&image, config, names, source, wrong)?
         }
@@ -41,7 +45,7 @@ pub async fn pull(
             ImagePlan::of_artifact(artifact, bytes, names, shared.config.max_layer_bytes, source)?
         }
     };
-    shared.install_image(plan, counter).await
+    shared.install_image(plan, counter, timeline).await
 }
 
 /// Returns the manifest for this node, as bytes and parsed, and the digest of the document that the reference names.

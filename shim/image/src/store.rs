@@ -11,6 +11,7 @@ use crate::registry::HttpClients;
 use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
+use nacelle_base::timeline::Timeline;
 use nacelle_model::digest::ImageId;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -33,6 +34,7 @@ type PullOutcome = Result<ImageId, Arc<ImageError>>;
 /// A pull in progress. It is cancelled when the last caller stops waiting for it.
 struct OngoingPull {
     task: AbortHandle,
+    timeline: Timeline,
     outcome: watch::Receiver<Option<PullOutcome>>,
 }
 
@@ -158,9 +160,21 @@ impl ImageStore {
     /// Pulls an image or artifact, or finds that the store has it, and gives it the reference's name. Dropping the future cancels the pull
     /// unless other callers wait for the same one; the next pull continues its downloads.
     pub async fn pull(&self, reference: &Reference, auth: Option<Auth>) -> Result<ImageId, ImageError> {
+        self.pull_with_timeline(reference, auth, &Timeline::default()).await
+    }
+
+    /// Does the same as [`ImageStore::pull`], and adds the steps of the pull to `timeline` when it has ended. Those of a pull that
+    /// another caller began may be earlier than this call.
+    pub async fn pull_with_timeline(
+        &self,
+        reference: &Reference,
+        auth: Option<Auth>,
+        timeline: &Timeline,
+    ) -> Result<ImageId, ImageError> {
         let pull = self.join_or_start_pull(reference, auth);
         let mut outcome = pull.outcome.clone();
         let ended = outcome.wait_for(Option::is_some).await;
+        timeline.add(pull.timeline.steps());
         match ended.as_deref() {
             Ok(Some(Ok(id))) => Ok(*id),
             Ok(Some(Err(error))) => Err(ImageError::SharedPull(Arc::clone(error))),
@@ -180,14 +194,16 @@ impl ImageStore {
         let (sender, outcome) = watch::channel(None);
         let (shared, others, name) = (Arc::clone(&self.shared), Arc::clone(&self.pulls), key.clone());
         let counter = self.installations.begin(reference.to_string());
+        let timeline = Timeline::default();
+        let steps = timeline.clone();
         let task = tokio::spawn(async move {
-            let pulled = pull::pull(&shared, &name.0, auth, &counter).await;
+            let pulled = pull::pull(&shared, &name.0, auth, &counter, &steps).await;
             drop(shared); // A caller that has the result may close the store.
             // Later callers start a new pull.
             others.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             sender.send_replace(Some(pulled.map_err(Arc::new)));
         });
-        let pull = Arc::new(OngoingPull { task: task.abort_handle(), outcome });
+        let pull = Arc::new(OngoingPull { task: task.abort_handle(), timeline, outcome });
         pulls.insert(key, Arc::downgrade(&pull));
         pull
     }

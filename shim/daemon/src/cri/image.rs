@@ -7,8 +7,10 @@ use super::status::status;
 use crate::lifecycle::unix_nanos;
 use crate::metrics::EventCounters;
 use crate::metrics::labels::PullResult;
+use crate::traces::RequestSpan;
 use nacelle_base::Chain;
 use nacelle_base::task::TaskError;
+use nacelle_base::timeline::Timeline;
 use nacelle_image::{Auth, ImageError, ImageRecord, Reference};
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -107,9 +109,13 @@ impl Cri {
         // Dropped with the request: a cancel by kubelet ends the download, and the next pull resumes it.
         let services = self.node.services();
         let mut counted = CountedPull::new(&services.counters);
-        let pulled = services.images.pull(&reference, auth).await;
+        let timeline = Timeline::default();
+        let pulled = services.images.pull_with_timeline(&reference, auth, &timeline).await;
         counted.result = if pulled.is_ok() { PullResult::Success } else { PullResult::Failure };
         drop(counted);
+        if let Some(span) = RequestSpan::current() {
+            span.add_steps(&timeline.steps());
+        }
         let id = pulled.map_err(status)?;
         tracing::info!(image = %reference, %id, "pulled");
         Ok(cri::PullImageResponse { image_ref: id.to_string() })

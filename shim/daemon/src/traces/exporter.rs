@@ -215,3 +215,106 @@ fn is_temporary(code: Code) -> bool {
             | Code::DataLoss
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
+    use opentelemetry_proto::tonic::collector::trace::v1::{ExportTracePartialSuccess, ExportTraceServiceResponse};
+    use std::sync::{Arc, Mutex};
+    use tokio::net::UnixListener;
+    use tokio_stream::wrappers::UnixListenerStream;
+    use tonic::{Request, Response};
+
+    /// A collector that counts the spans it receives. It rejects one span of each request with more than one, and refuses a request
+    /// that has a span without a name.
+    #[derive(Clone, Default)]
+    struct FakeCollector(Arc<Mutex<usize>>);
+
+    #[tonic::async_trait]
+    impl TraceService for FakeCollector {
+        async fn export(
+            &self,
+            request: Request<ExportTraceServiceRequest>,
+        ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+            let resource_spans = request.into_inner().resource_spans;
+            let scopes = resource_spans.into_iter().flat_map(|resource| resource.scope_spans);
+            let spans: Vec<_> = scopes.flat_map(|scope| scope.spans).collect();
+            if spans.iter().any(|span| span.name.is_empty()) {
+                return Err(Status::invalid_argument("a span has no name"));
+            }
+            *self.0.lock().unwrap() += spans.len();
+            let rejected = ExportTracePartialSuccess { rejected_spans: 1, error_message: "too old".to_owned() };
+            let partial_success = (spans.len() > 1).then_some(rejected);
+            Ok(Response::new(ExportTraceServiceResponse { partial_success }))
+        }
+    }
+
+    fn dropped(counters: &EventCounters) -> String {
+        let mut text = String::new();
+        counters.encode(&mut text).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("nacelle_trace_spans_dropped_total "));
+        line.unwrap().to_owned()
+    }
+
+    fn named(name: &str) -> Span {
+        Span { name: name.to_owned(), ..Span::default() }
+    }
+
+    /// Returns a sender to a collector on a socket in this directory.
+    fn sender_to(directory: &tempfile::TempDir, counters: &EventCounters) -> BatchSender {
+        let endpoint: TraceEndpoint = format!("unix:{}", directory.path().join("s").display()).parse().unwrap();
+        let client = TraceServiceClient::new(connect(&endpoint).unwrap());
+        BatchSender { client, endpoint, resource: describe_daemon(), counters: counters.clone(), last_log: None }
+    }
+
+    fn serve(directory: &tempfile::TempDir) -> FakeCollector {
+        let collector = FakeCollector::default();
+        let listener = UnixListener::bind(directory.path().join("s")).unwrap();
+        let server = nacelle_proto::server::builder().add_service(TraceServiceServer::new(collector.clone()));
+        tokio::spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+        collector
+    }
+
+    #[test]
+    fn spans_beyond_the_queue_are_dropped_and_counted() {
+        let counters = EventCounters::new([]);
+        let (spans, _receiver) = mpsc::channel(2);
+        let queue = SpanQueue { spans, counters: counters.clone() };
+        (0..5).for_each(|_| queue.push(Span::default()));
+        assert_eq!(dropped(&counters), "3");
+    }
+
+    #[tokio::test]
+    async fn what_the_collector_refuses_is_counted_and_logged_once() {
+        let (directory, counters) = (tempfile::tempdir().unwrap(), EventCounters::new([]));
+        let (mut sender, collector) = (sender_to(&directory, &counters), serve(&directory));
+        sender.send(&[named("a")]).await;
+        assert!(sender.last_log.is_none());
+        sender.send(&[named("b"), named("c"), named("d")]).await;
+        assert_eq!((*collector.0.lock().unwrap(), dropped(&counters).as_str()), (4, "1"));
+        let logged = sender.last_log;
+        sender.send(&[named("e"), named("")]).await;
+        assert_eq!((*collector.0.lock().unwrap(), dropped(&counters).as_str()), (4, "3"));
+        assert!(logged.is_some() && sender.last_log == logged);
+    }
+
+    #[tokio::test]
+    async fn spans_that_wait_at_the_end_are_sent_or_counted() {
+        for has_collector in [true, false] {
+            let (directory, counters) = (tempfile::tempdir().unwrap(), EventCounters::new([]));
+            let sender = sender_to(&directory, &counters);
+            let collector = has_collector.then(|| serve(&directory));
+            let (spans, receiver) = mpsc::channel(QUEUE);
+            let queue = SpanQueue { spans, counters: counters.clone() };
+            queue.push(named("a"));
+            let end = CancellationToken::new();
+            end.cancel();
+            send_batches(receiver, sender, end).await;
+            assert_eq!(collector.map(|collector| *collector.0.lock().unwrap()), has_collector.then_some(1));
+            assert_eq!(dropped(&counters), if has_collector { "0" } else { "1" });
+            queue.push(named("too late"));
+            assert_eq!(dropped(&counters), if has_collector { "1" } else { "2" });
+        }
+    }
+}

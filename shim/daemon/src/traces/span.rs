@@ -149,6 +149,12 @@ fn step_name(step: &str) -> &'static str {
         "prepared" => "prepare_container",
         "made" => "create_in_guest",
         "started" => "start_in_guest",
+        "manifest" => "fetch_manifest",
+        "configuration" => "fetch_configuration",
+        "layer" => "fetch_layer",
+        "tree" => "build_tree",
+        "end of the pod process" => "end_pod_process",
+        "end of the network" => "end_network",
         other => phase_label(other),
     }
 }

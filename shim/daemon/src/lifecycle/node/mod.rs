@@ -196,7 +196,13 @@ impl Node {
     /// Stops a pod. A pod that does not exist counts as stopped.
     pub async fn stop_pod(&self, id: &str) -> Result<(), LifecycleError> {
         match self.table.find(id) {
-            Ok((_, handle)) => self.table.ask(&handle, Message::Stop).await.or_else(ignore_not_found),
+            Ok((_, handle)) => {
+                let stopped = self.table.ask(&handle, Message::Stop).await.or_else(ignore_not_found);
+                if let Some(span) = RequestSpan::current() {
+                    span.add_steps(&handle.view.borrow().pod.ending);
+                }
+                stopped
+            }
             Err(error) => ignore_not_found(error),
         }
     }
