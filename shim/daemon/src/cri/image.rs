@@ -7,7 +7,7 @@ use super::status::status;
 use crate::lifecycle::unix_nanos;
 use crate::metrics::EventCounters;
 use crate::metrics::labels::PullResult;
-use crate::traces::RequestSpan;
+use crate::traces::{RequestSpan, TracedWork};
 use nacelle_base::Chain;
 use nacelle_base::task::TaskError;
 use nacelle_base::timeline::Timeline;
@@ -114,7 +114,7 @@ impl Cri {
         counted.result = if pulled.is_ok() { PullResult::Success } else { PullResult::Failure };
         drop(counted);
         if let Some(span) = RequestSpan::current() {
-            span.add_steps(&timeline.steps());
+            span.add_steps(TracedWork::Pull, &timeline.steps());
         }
         let id = pulled.map_err(status)?;
         tracing::info!(image = %reference, %id, "pulled");

@@ -9,6 +9,8 @@ mod exporter;
 mod parent;
 mod request;
 mod span;
+mod steps;
 
 pub(crate) use exporter::TraceExporter;
 pub(crate) use span::RequestSpan;
+pub(crate) use steps::TracedWork;

@@ -2,7 +2,7 @@
 
 use super::exporter::SpanQueue;
 use super::parent::ClientSpan;
-use crate::metrics::labels::phase_label;
+use super::steps::TracedWork;
 use nacelle_base::timeline::{TimelineStep, unix_nanos};
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
@@ -92,7 +92,7 @@ impl RequestSpan {
     }
 
     /// Adds a span for each step that began after the request. A pod process may report any times: no step ends in the future.
-    pub(crate) fn add_steps(&self, steps: &[TimelineStep]) {
+    pub(crate) fn add_steps(&self, work: TracedWork, steps: &[TimelineStep]) {
         let now = unix_nanos();
         for step in steps.iter().filter(|step| (self.0.at..=now).contains(&step.at)) {
             let nanos = i64::try_from(step.micros).unwrap_or(i64::MAX).saturating_mul(1000);
@@ -101,7 +101,7 @@ impl RequestSpan {
                 span_id: random_id::<8>().to_vec(),
                 parent_span_id: self.0.span_id.to_vec(),
                 flags: LOCAL_PARENT,
-                name: step_name(&step.what).to_owned(),
+                name: work.step_name(&step.what).to_owned(),
                 kind: SpanKind::Internal.into(),
                 start_time_unix_nano: unsigned(step.at),
                 end_time_unix_nano: unsigned(step.at.saturating_add(nanos).min(now)),
@@ -140,22 +140,6 @@ impl OpenSpan {
     /// Returns what all spans of the request have.
     fn frame(&self) -> Span {
         Span { trace_id: self.trace_id.to_vec(), trace_state: self.state.clone(), ..Span::default() }
-    }
-}
-
-/// Returns the name of a step's span. A pod process may report any step.
-fn step_name(step: &str) -> &'static str {
-    match step {
-        "prepared" => "prepare_container",
-        "made" => "create_in_guest",
-        "started" => "start_in_guest",
-        "manifest" => "fetch_manifest",
-        "configuration" => "fetch_configuration",
-        "layer" => "fetch_layer",
-        "tree" => "build_tree",
-        "end of the pod process" => "end_pod_process",
-        "end of the network" => "end_network",
-        other => phase_label(other),
     }
 }
 

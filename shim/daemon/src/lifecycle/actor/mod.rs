@@ -19,7 +19,7 @@ use super::context::view::View;
 use super::pod::boot;
 use super::pod::spec::NewPod;
 use crate::metrics::labels::StartResult;
-use crate::traces::RequestSpan;
+use crate::traces::{RequestSpan, TracedWork};
 use announce::Announced;
 use message::{Answer, Begin, Message, Patience, Stopping};
 use nacelle_base::machine::EngineKind;
@@ -209,12 +209,12 @@ impl Actor {
         self.effect(async move { Message::Booted(Box::new(boot.await)) });
     }
 
-    /// Counts the end of the pod's start.
-    fn count_start(&self, result: StartResult) {
+    /// Counts the end of the pod's start, and adds its steps to the trace.
+    fn count_start(&mut self, result: StartResult) {
         let longest = self.services.config.sandbox.boot_timeout;
         let (counters, steps) = (&self.services.counters, self.timeline.steps());
-        if let Some(span) = &self.span {
-            span.add_steps(&steps);
+        if let Some(span) = self.span.take() {
+            span.add_steps(TracedWork::PodStart, &steps);
         }
         counters.count_pod_start(&self.pod.handler, result, self.since.elapsed(), &steps, longest);
     }

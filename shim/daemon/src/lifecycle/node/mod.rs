@@ -15,7 +15,7 @@ use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
 use super::context::{NodeServices, new_id, unix_nanos};
-use crate::traces::RequestSpan;
+use crate::traces::{RequestSpan, TracedWork};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
 use nacelle_base::task::run_blocking_or_panic as blocking;
@@ -199,7 +199,7 @@ impl Node {
             Ok((_, handle)) => {
                 let stopped = self.table.ask(&handle, Message::Stop).await.or_else(ignore_not_found);
                 if let Some(span) = RequestSpan::current() {
-                    span.add_steps(&handle.view.borrow().pod.ending);
+                    span.add_steps(TracedWork::PodEnd, &handle.view.borrow().pod.ending);
                 }
                 stopped
             }

@@ -8,7 +8,7 @@ use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::{clip, lead_with_reason};
 use crate::lifecycle::context::{new_id, unix_nanos};
-use crate::traces::RequestSpan;
+use crate::traces::{RequestSpan, TracedWork};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
 use nacelle_model::record::ContainerRecord;
@@ -175,7 +175,7 @@ impl Actor {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
         if let Some(span) = entry.create_span.take() {
-            span.add_steps(&entry.record.timeline);
+            span.add_steps(TracedWork::Container, &entry.record.timeline);
         }
         let ask = match result {
             Ok(user) => {

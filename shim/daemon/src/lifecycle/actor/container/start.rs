@@ -8,7 +8,7 @@ use crate::lifecycle::container::start;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::unix_nanos;
-use crate::traces::RequestSpan;
+use crate::traces::{RequestSpan, TracedWork};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
 use nacelle_store::Change;
@@ -64,7 +64,7 @@ impl Actor {
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.timeline = entry.timeline.steps();
         if let Some(span) = entry.start_span.take() {
-            span.add_steps(&entry.record.timeline);
+            span.add_steps(TracedWork::Container, &entry.record.timeline);
         }
         let ask = match &result {
             Ok(()) => {
