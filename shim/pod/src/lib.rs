@@ -30,6 +30,7 @@ mod log;
 mod machine;
 mod memory;
 mod process;
+pub mod protocol;
 pub mod record;
 pub mod run_dir;
 pub mod scratch;

@@ -62,6 +62,10 @@ fn millis(count: u32) -> Duration {
 impl Pod for PodService {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<proto::PodState, Status>> + Send>>;
 
+    async fn hello(&self, _: Request<common::Empty>) -> Result<Response<proto::HelloResponse>, Status> {
+        Ok(Response::new(crate::protocol::hello()))
+    }
+
     async fn configure(
         &self,
         request: Request<proto::ConfigureRequest>,

@@ -38,6 +38,8 @@ pub(super) struct PodView {
     created_at: Option<String>,
     running_containers: usize,
     containers: usize,
+    /// The version of the pod's process, if it is not the daemon's.
+    other_version: Option<String>,
     /// What the containers have used, as the guest reports.
     pub(super) usage: UsageView,
     /// What the VM and its processes have used on the node.
@@ -122,11 +124,17 @@ impl PodView {
             created_at: format_time(pod.created_at),
             running_containers: status.containers_statuses.iter().filter(runs).count(),
             containers: status.containers_statuses.len(),
+            other_version: other_version(&info.pod["process"]),
             usage: UsageView::new(&info.accounts["containers"]),
             cost: UsageView::new(&info.accounts["machine"]),
             created_nanos: pod.created_at,
             read_at: Instant::now(),
         }
+    }
+
+    fn other_version_line(&self) -> Option<String> {
+        let version = self.other_version.as_deref()?;
+        Some(format!("the process of pod {} is of another version: {version}", short_id(&self.id)))
     }
 
     fn row(&self) -> [String; 10] {
@@ -145,6 +153,15 @@ impl PodView {
             bytes(&self.cost),
         ]
     }
+}
+
+/// Returns the version of a pod's process if it is not the daemon's.
+fn other_version(process: &Value) -> Option<String> {
+    let version = process["version"].as_str().filter(|_| process["isSameVersion"] == false)?;
+    Some(match process["isCompatible"] == false {
+        true => format!("{version}; it can only be stopped and removed"),
+        false => version.to_owned(),
+    })
 }
 
 impl UsageView {
@@ -174,7 +191,9 @@ impl TableView for PodList {
             .map(str::to_owned),
         ];
         rows.extend(self.pods.iter().map(PodView::row));
-        format_table(&rows) + &self.owed_deletes.iter().map(|owed| owed.line() + "\n").collect::<String>()
+        let other_versions = self.pods.iter().filter_map(PodView::other_version_line);
+        let owed = self.owed_deletes.iter().map(OwedDeleteView::line);
+        format_table(&rows) + &other_versions.chain(owed).map(|line| line + "\n").collect::<String>()
     }
 }
 
@@ -201,7 +220,30 @@ mod tests {
         let columns = |name: &str| list.table().lines().map(|line| line.find(name)).collect::<Vec<_>>();
         assert_eq!((columns("NAMESPACE/")[0], columns("default/")[1]), (Some(15), Some(15)));
         let json = serde_json::to_value(&list).unwrap();
+        assert!(json["pods"][0]["otherVersion"].is_null() && list.table().lines().count() == 2, "{json}");
         let usage = serde_json::json!({"cpuSeconds": 1.23, "memoryBytes": 3 << 20});
         assert_eq!((&json["pods"][0]["usage"], &json["pods"][0]["id"]), (&usage, &"0123456789abcdef".into()));
+    }
+    #[test]
+    fn a_process_of_another_version_is_named_below_the_table() {
+        let process = |same: bool, compatible: bool| {
+            let version = "version 9.8.7, protocol 1.99";
+            serde_json::json!({"version": version, "isSameVersion": same, "isCompatible": compatible})
+        };
+        for (process, expected) in [
+            (serde_json::Value::Null, None),
+            (process(true, true), None),
+            (process(false, true), Some("version 9.8.7, protocol 1.99")),
+            (process(false, false), Some("version 9.8.7, protocol 1.99; it can only be stopped and removed")),
+        ] {
+            let info = PodInfo { pod: serde_json::json!({ "process": process }), accounts: Value::Null };
+            let pod = cri::PodSandbox { id: "0123456789abcdef".into(), ..Default::default() };
+            let view = PodView::new(pod, &cri::PodSandboxStatusResponse::default(), &info);
+            assert_eq!(view.other_version.as_deref(), expected);
+            let list = PodList { pods: vec![view], owed_deletes: vec![] };
+            let line =
+                expected.map(|version| format!("the process of pod 0123456789abc is of another version: {version}"));
+            assert_eq!(list.table().lines().nth(2), line.as_deref());
+        }
     }
 }

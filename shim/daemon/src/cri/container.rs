@@ -52,7 +52,7 @@ impl Cri {
         let apparmor = match requested_apparmor(request.config.as_ref(), guest).map_err(status)? {
             _ if guest => None,
             requested => {
-                let (apparmor, is_old_pod) = (self.apparmor.clone(), !view.pod.applies_profiles);
+                let (apparmor, is_old_pod) = (self.apparmor.clone(), !view.applies_profiles());
                 let select = move || apparmor.select(&requested, is_old_pod);
                 run_blocking("select the AppArmor profile", select).await.map_err(status)?.map_err(status)?
             }

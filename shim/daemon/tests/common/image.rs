@@ -10,6 +10,9 @@ use std::path::Path;
 /// The image's name.
 pub const NAME: &str = "test.local/tiny:1";
 
+/// The name of the image that declares a volume.
+pub const VOLUME_NAME: &str = "test.local/volume:1";
+
 /// The artifact's name.
 pub const ARTIFACT: &str = "test.local/model:1";
 
@@ -46,6 +49,15 @@ fn blob(layout: &Path, bytes: &[u8]) -> String {
 
 /// Loads the image into the node's store, before any daemon runs.
 pub fn load(world: &World) {
+    load_image(world, NAME, json!({}));
+}
+
+/// Loads the image that declares a volume into the node's store, before any daemon runs.
+pub fn load_with_volume(world: &World) {
+    load_image(world, VOLUME_NAME, json!({ "/data": {} }));
+}
+
+fn load_image(world: &World, name: &str, volumes: serde_json::Value) {
     let layout = world.root.path().join("layout");
     fs::create_dir_all(layout.join("blobs/sha256")).unwrap();
     let mut tar = tar::Builder::new(Vec::new());
@@ -58,7 +70,7 @@ pub fn load(world: &World) {
     let layer_bytes = tar.into_inner().unwrap();
     let layer = blob(&layout, &layer_bytes);
     let config = json!({
-        "architecture": "amd64", "os": "linux", "config": { "Cmd": ["/hello"], "Env": ["A=b"] },
+        "architecture": "amd64", "os": "linux", "config": { "Cmd": ["/hello"], "Env": ["A=b"], "Volumes": volumes },
         "rootfs": { "type": "layers", "diff_ids": [layer] },
     })
     .to_string();
@@ -69,7 +81,7 @@ pub fn load(world: &World) {
         "layers": [{ "mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": layer, "size": layer_bytes.len() }],
     })
     .to_string();
-    load_layout(world, &layout, NAME, &manifest);
+    load_layout(world, &layout, name, &manifest);
 }
 
 /// Loads the artifact into the node's store, before any daemon runs. Returns its id.

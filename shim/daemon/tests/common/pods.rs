@@ -229,6 +229,8 @@ pub struct FakePod {
     pid: i32,
     pub record: Mutex<SavedPodState>,
     changes: watch::Sender<proto::PodState>,
+    /// Its reply to Hello; `None` if it does not implement that.
+    pub hello: Mutex<Option<proto::HelloResponse>>,
     /// The creation requests that it got.
     pub made: Mutex<Vec<proto::CreateContainerRequest>>,
     /// The update requests that it got.
@@ -259,6 +261,7 @@ impl FakePod {
             pid,
             record: Mutex::new(record),
             changes,
+            hello: Mutex::new(Some(nacelle_pod::protocol::hello())),
             made: Mutex::default(),
             updates: Mutex::default(),
             processors: Mutex::default(),
@@ -304,6 +307,11 @@ struct Service(Arc<FakePod>);
 
 #[tonic::async_trait]
 impl proto::pod_server::Pod for Service {
+    async fn hello(&self, _: Request<common::Empty>) -> Answer<proto::HelloResponse> {
+        let hello = self.0.hello.lock().unwrap().clone();
+        hello.map(Response::new).ok_or_else(|| Status::unimplemented(""))
+    }
+
     async fn configure(&self, request: Request<proto::ConfigureRequest>) -> Answer<proto::ConfigureResponse> {
         self.0.step("configure").await?;
         *self.0.configured.lock().unwrap() = Some(request.into_inner());

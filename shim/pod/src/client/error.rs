@@ -3,6 +3,7 @@
 use crate::codes;
 use crate::error::PodError;
 use crate::identity::IdentityError;
+use crate::protocol::PodProtocolError;
 use crate::record::{OUT_OF_MEMORY, SavedStateError};
 use crate::spec::PodSpecError;
 use crate::text::printable;
@@ -112,6 +113,9 @@ pub enum ClientError {
         /// The cause.
         source: Box<PodError>,
     },
+    /// The process has another version, which does not know the request.
+    #[error(transparent)]
+    Protocol(#[from] PodProtocolError),
     /// The process exceeded a time limit.
     #[error("the pod process did not {what} within {limit:?}")]
     Timeout {
@@ -137,6 +141,7 @@ impl Classify for ClientError {
             ClientError::Identity(error) => error.kind(),
             ClientError::Record(error) => error.kind(),
             ClientError::File(error) => error.kind(),
+            ClientError::Protocol(error) => error.kind(),
             ClientError::Start { .. } | ClientError::EndedBeforeReply { .. } | ClientError::NotBuilt { .. } => {
                 FailureKind::Internal
             }

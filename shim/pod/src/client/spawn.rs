@@ -5,6 +5,7 @@ use super::error::MAX_TEXT;
 use super::{ClientError, PodClient, connect, ended};
 use crate::codes;
 use crate::identity::{self, IdentityError};
+use crate::protocol::PodFeatureSet;
 use crate::record;
 use crate::spec::PodSpec;
 use crate::sys;
@@ -109,6 +110,10 @@ async fn wait_for_first_reply(mut child: Child, dir: &Path) -> Result<PodClient,
     let failure = loop {
         match connect(dir).await {
             Ok(mut client) if Some(client.identity.pid) == child.id().and_then(|pid| pid.try_into().ok()) => {
+                // The program was replaced by an incompatible one while this daemon runs.
+                if let Err(error) = client.peer().require(PodFeatureSet::BASE) {
+                    break error.into();
+                }
                 // This task alone reaps the process while this daemon lives; afterwards init does.
                 let (sender, status) = watch::channel(None);
                 client.exit_status = Some(status.clone());
@@ -116,7 +121,15 @@ async fn wait_for_first_reply(mut child: Child, dir: &Path) -> Result<PodClient,
                 tokio::spawn(async move { sender.send_replace(child.wait().await.ok()) });
                 return Ok(client);
             }
-            Ok(_) | Err(ClientError::NotRunning { .. } | ClientError::Connect { .. }) => {}
+            Ok(_) => {}
+            // A process that has ended says why below; one that is slow has until the deadline.
+            Err(
+                ClientError::NotRunning { .. }
+                | ClientError::Connect { .. }
+                | ClientError::Ended { .. }
+                | ClientError::OutOfMemory { .. }
+                | ClientError::Timeout { .. },
+            ) => {}
             Err(error) => break error,
         }
         if let Ok(Some(status)) = child.try_wait() {

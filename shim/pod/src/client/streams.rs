@@ -4,6 +4,7 @@ use super::spawn::START_LIMIT;
 use super::{CONNECT_LIMIT, ClientError, PodClient, connect_to_socket};
 use crate::agent;
 use crate::error::PodError;
+use crate::protocol::PodRpc;
 use crate::text::printable;
 use nacelle_base::FailureKind;
 use nacelle_base::descriptors::send_with_descriptor;
@@ -16,7 +17,8 @@ use tokio::time::timeout;
 impl PodClient {
     /// Starts a command in a container; [`PodClient::open_stream`] opens its streams.
     pub async fn exec(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
-        let mut events = self.send(self.rpc.clone().exec(request)).await?;
+        let started = self.call(PodRpc::Exec, request, |mut rpc, request| async move { rpc.exec(request).await });
+        let mut events = started.await?;
         let first = match events.message().await {
             Ok(first) => first,
             Err(status) => return Err(self.explain(status).await),
@@ -59,6 +61,7 @@ impl PodClient {
         open: proto::StreamOpen,
         descriptors: &[OwnedFd],
     ) -> Result<UnixStream, ClientError> {
+        self.check(&open)?;
         let failed = |source| ClientError::Stream { pod: self.identity.pid, source: Box::new(source) };
         let connected = timeout(CONNECT_LIMIT, connect_to_socket(&self.streams, crate::STREAM_SOCKET_FILE)).await;
         let connected = connected.map_err(|_elapsed| ClientError::Timeout { what: "reply", limit: CONNECT_LIMIT })?;

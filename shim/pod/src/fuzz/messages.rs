@@ -17,7 +17,7 @@ const RESERVE: u64 = 1 << 30;
 type Check = fn(&[u8]);
 
 /// The types of all messages. The first byte of an input selects one.
-const CHECKS: [Check; 39] = [
+const CHECKS: [Check; 40] = [
     // From the guest to the pod process.
     agent_hello,
     boot_report,
@@ -62,6 +62,7 @@ const CHECKS: [Check; 39] = [
     only_decode::<agent::ClockReading>,
     only_decode::<agent::FollowClockRequest>,
     only_decode::<agent::SetSocketsRequest>,
+    only_decode::<pod::HelloResponse>,
 ];
 
 /// Decodes one message: the number of its type and its bytes.

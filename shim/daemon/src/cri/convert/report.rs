@@ -13,6 +13,7 @@ use nacelle_model::namespace::UserNamespace;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::resources::Resources;
 use nacelle_model::state::ContainerState;
+use nacelle_pod::protocol::{PodFeature, PodPeer};
 use nacelle_proto::cri;
 use std::collections::{BTreeSet, HashMap};
 
@@ -145,6 +146,18 @@ pub fn pod_info(view: &View, console: &str) -> serde_json::Value {
         "machine": pod.machine,
         "shape": pod.config.kind.shape(),
         "resources": pod.resources,
+        "process": view.peer().map(process_info),
+    })
+}
+
+/// Returns the version of a pod's process.
+fn process_info(peer: &PodPeer) -> serde_json::Value {
+    let missing: Vec<_> = peer.missing_features().iter().map(PodFeature::name).collect();
+    serde_json::json!({
+        "version": peer.to_string(),
+        "isSameVersion": peer.is_same_version(),
+        "isCompatible": peer.is_compatible(),
+        "missingFeatures": missing,
     })
 }
 

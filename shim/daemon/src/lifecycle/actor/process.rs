@@ -63,13 +63,14 @@ impl Actor {
         if self.pod.state != state::PodState::Ready {
             return;
         }
-        let (services, id, process) = (Arc::clone(&self.services), self.pod.id.clone(), self.pod.process.clone());
+        let (services, pod) = (Arc::clone(&self.services), self.pod.clone());
         let search = async move {
-            let dir = services.pod_dir(&id);
+            let (id, process) = (&pod.id, pod.process.as_ref());
+            let dir = services.pod_dir(id);
             let mut pause = RETRY.0;
             let mut cause = VmEndCause::ProcessLost;
             loop {
-                match services.pods.connect(&dir).await {
+                match services.connect(&pod).await {
                     Ok(client) => {
                         // A process that accepts connections but cannot be followed must not keep this daemon busy.
                         tokio::time::sleep(pause).await;
@@ -80,7 +81,7 @@ impl Actor {
                         if services.pods.out_of_memory(&dir).await {
                             cause = VmEndCause::OomKilled;
                         }
-                        match services.clean_up(&dir, process.as_ref()).await {
+                        match services.clean_up(&dir, process).await {
                             Ok(last) => return Message::Gone(last.as_ref().map(Into::into), cause),
                             Err(error) => tracing::warn!(pod = %id, "cannot clear up after it: {}", Chain(&error)),
                         }

@@ -17,9 +17,13 @@ use nacelle_model::pod::PodKind;
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::security::PidMode;
 use nacelle_pod::client::{Offer, PodClient};
+use nacelle_pod::protocol::{PodFeature, PodFeatureSet};
 use nacelle_proto::pod as proto;
 use std::path::Path;
 use std::sync::Arc;
+
+/// The step in which a pod process of another version refuses a container.
+const CREATE: &str = "create the container";
 
 /// A container that is completely prepared on the node, with its volumes shared: only the guest's part is left.
 pub(crate) struct Prepared {
@@ -59,6 +63,11 @@ pub(crate) async fn prepare(
     pod: &PodRecord,
     record: &ContainerRecord,
 ) -> Result<Prepared, LifecycleError> {
+    let needed = match &record.config.apparmor {
+        Some(_) => PodFeature::ApparmorProfiles.into(),
+        None => PodFeatureSet::BASE,
+    };
+    client.require(needed).map_err(at(CREATE))?;
     if let PodKind::Machine { machine, vm } = &pod.config.kind {
         if let Some(vm) = vm {
             // Recorded before a disk refers to the images: they are kept as long as the disk.
@@ -87,11 +96,12 @@ pub(crate) async fn prepare(
                 }
             }
         }
+        request.devices.extend(offered.iter().map(|(device, _)| device.clone()));
+        client.check(&request).map_err(at(CREATE))?;
         let mut offers = Vec::with_capacity(offered.len());
         for (device, file) in offered {
             let call = client.offer_device(record.id.as_str(), &device.container_path, file);
             offers.push(ask("hand a device over to the pod", services.request_timeout(), call).await?);
-            request.devices.push(device);
         }
         Ok((request, offers))
     };

@@ -39,7 +39,11 @@ async fn remove_from_guest(services: &NodeServices, client: PodClient, id: &Cont
         match ask("remove the container", services.request_timeout(), client.remove_container(id.as_str())).await {
             Err(error) if is_unknown(&error) => return Ok(()),
             // The guest still executes the creation for an earlier daemon; the removal succeeds once that is complete.
-            Err(error) if error.kind() == FailureKind::Conflict && tokio::time::Instant::now() < deadline => {
+            Err(error)
+                if error.kind() == FailureKind::Conflict
+                    && client.peer().is_compatible()
+                    && tokio::time::Instant::now() < deadline =>
+            {
                 tokio::time::sleep(PAUSE).await;
             }
             other => return other,

@@ -20,7 +20,9 @@ use nacelle_base::PodId;
 use nacelle_base::lock::PathLock;
 use nacelle_machines::vms::Vms;
 use nacelle_model::process::PodProcess;
-use nacelle_pod::client::ClientError;
+use nacelle_model::record::PodRecord;
+use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::protocol::PodFeature;
 use nacelle_pod::record::SavedPodState;
 use nacelle_store::Store;
 use services::{Networks, Pods};
@@ -77,6 +79,22 @@ impl NodeServices {
             // If this cannot be determined, the cleanup returns the reason.
             _ => self.pods.clean_up(dir, stored).await,
         }
+    }
+
+    /// Connects to the process of a pod. What the store says of a process from before the protocol had versions counts.
+    ///
+    /// # Errors
+    /// `ClientError::NotRunning` if the process has ended; others if it does not respond.
+    pub(crate) async fn connect(&self, pod: &PodRecord) -> Result<PodClient, ClientError> {
+        let mut client = self.pods.connect(&self.pod_dir(&pod.id)).await?;
+        if pod.applies_profiles {
+            // The first version with profiles had these features already.
+            let recorded = [PodFeature::AnonymousVolumes, PodFeature::ApparmorProfiles, PodFeature::DetachedExec]
+                .into_iter()
+                .collect();
+            client.add_recorded_features(recorded);
+        }
+        Ok(client)
     }
 
     pub(crate) fn pod_cidrs(&self) -> Vec<IpNet> {

@@ -16,6 +16,7 @@ use nacelle_base::{Chain, PodId};
 use nacelle_model::record::{ContainerRecord, PodRecord};
 use nacelle_model::state::{ContainerState, PodState};
 use nacelle_pod::client::{ClientError, PodClient};
+use nacelle_pod::protocol::{PodFeature, PodFeatureSet};
 use nacelle_proto::pod as proto;
 use nacelle_store::Contents;
 use std::collections::{BTreeMap, BTreeSet};
@@ -303,11 +304,16 @@ async fn catch_up(inbox: &mpsc::Sender<Message>, state: Option<proto::PodState>)
 /// Returns the state of a pod's process, its client, and its current or last report.
 async fn look(services: &NodeServices, pod: &PodRecord) -> (Found, Option<PodClient>, Option<proto::PodState>) {
     let dir = services.pod_dir(&pod.id);
-    match services.pods.connect(&dir).await {
-        Ok(client) => match timeout(services.request_timeout(), client.state()).await {
-            Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
-            Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
-        },
+    match services.connect(pod).await {
+        Ok(client) => {
+            log_other_version(pod, &client);
+            match timeout(services.request_timeout(), client.state()).await {
+                Ok(Ok(state)) => (Found::Alive, Some(client), Some(state)),
+                // The containers keep the states of the store.
+                Ok(Err(ClientError::Protocol(_))) => (Found::Alive, Some(client), None),
+                Ok(Err(_)) | Err(_) => (Found::Silent, None, None),
+            }
+        }
         Err(ClientError::NotRunning { .. }) => match services.clean_up(&dir, pod.process.as_ref()).await {
             Ok(last) => (Found::Dead, None, last.as_ref().map(Into::into)),
             Err(error) => {
@@ -319,6 +325,21 @@ async fn look(services: &NodeServices, pod: &PodRecord) -> (Found, Option<PodCli
             tracing::warn!(pod = %pod.id, "the pod process is silent: {}", Chain(&error));
             (Found::Silent, None, None)
         }
+    }
+}
+
+/// Logs that the process of a pod is of another version than this daemon, and what it lacks.
+fn log_other_version(pod: &PodRecord, client: &PodClient) {
+    let peer = client.peer();
+    if peer.is_same_version() {
+        return;
+    }
+    let missing: Vec<_> = peer.missing_features().iter().map(PodFeature::name).collect();
+    match peer.require(PodFeatureSet::BASE) {
+        Ok(()) => {
+            tracing::info!(pod = %pod.id, process = %peer, missing = missing.join(","), "the pod process is of another version");
+        }
+        Err(error) => tracing::warn!(pod = %pod.id, "{}", Chain(&error)),
     }
 }
 

@@ -5,7 +5,7 @@ use crate::lifecycle::actor::message::{Answer, Message};
 use crate::lifecycle::actor::{Actor, Entry, answer_all};
 use crate::lifecycle::container::prepare::Prepared;
 use crate::lifecycle::container::{cpus, create, prepare, remove};
-use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::text::{clip, lead_with_reason};
 use crate::lifecycle::context::{new_id, unix_nanos};
 use crate::traces::{RequestSpan, TracedWork};
@@ -15,6 +15,7 @@ use nacelle_model::record::ContainerRecord;
 use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
+use nacelle_pod::protocol::PodFeatureSet;
 use nacelle_store::Change;
 use std::sync::Arc;
 
@@ -51,6 +52,10 @@ impl Actor {
             Err(error) => return drop(answer.send(Err(error))),
         };
         let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
+        // Refused before the record of the container, whose removal the process would refuse, too.
+        if let Err(refused) = client.require(PodFeatureSet::BASE) {
+            return drop(answer.send(Err(at("create the container")(refused))));
+        }
         if let Err(error) =
             self.check_pinned_vcpus(Some(&record.config.resources), &record.config.resources.cpuset_cpus)
         {

@@ -4,11 +4,12 @@ use super::lost_code;
 use crate::lifecycle::actor::message::{Answer, Message, PAUSE, Patience};
 use crate::lifecycle::actor::{Actor, answer_all};
 use crate::lifecycle::container::remove;
-use crate::lifecycle::context::error::LifecycleError;
+use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::unix_nanos;
 use nacelle_base::ContainerId;
 use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent};
+use nacelle_pod::protocol::PodFeatureSet;
 use nacelle_store::Change;
 use std::sync::Arc;
 
@@ -20,6 +21,13 @@ impl Actor {
             }
             return;
         };
+        // Nothing is begun that an incompatible process will refuse: the container stays in its state.
+        if let Some(Err(refused)) = self.client.as_ref().map(|client| client.require(PodFeatureSet::BASE)) {
+            if let Some(answer) = answer {
+                drop(answer.send(Err(at("remove the container")(refused))));
+            }
+            return;
+        }
         entry.remove_waiters.extend(answer);
         if self.step_container(&id, ContainerEvent::Remove).await == Some(ContainerAction::Remove) {
             self.begin_remove(id);
