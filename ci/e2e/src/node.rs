@@ -65,6 +65,8 @@ pub struct NodeOptions {
     pub missing: Vec<PathBuf>,
     /// The names of further interfaces of pods, as Multus creates them: the n-th on a bridge of its own, 10.88.n.0/24.
     pub further: Vec<String>,
+    /// The daemon's program; its other programs are in the same directory. `None`: `NACELLE_BIN`.
+    pub program: Option<PathBuf>,
 }
 
 impl Default for NodeOptions {
@@ -77,6 +79,7 @@ impl Default for NodeOptions {
             network: String::new(),
             missing: Vec::new(),
             further: Vec::new(),
+            program: None,
         }
     }
 }
@@ -91,6 +94,8 @@ pub struct TestNode {
     pub netns: Netns,
     directory: PathBuf,
     daemon: Option<Child>,
+    /// The daemon's program.
+    program: PathBuf,
     disk: bool,
     missing: Vec<PathBuf>,
     before: Census,
@@ -136,6 +141,7 @@ impl TestNode {
             netns,
             directory,
             daemon: None,
+            program: options.program.unwrap_or_else(|| crate::path_from_env("NACELLE_BIN")),
             disk: options.disk_mib.is_some(),
             missing: options.missing,
             before,
@@ -179,7 +185,7 @@ impl TestNode {
 
     /// Runs a command of `nacelle` with the node's configuration.
     pub fn nacelle(&self, arguments: &[&str]) -> ProgramOutput {
-        let mut command = Command::new(crate::path_from_env("NACELLE_BIN"));
+        let mut command = Command::new(&self.program);
         command.args(arguments).arg("--config").arg(self.directory.join("config.toml"));
         run(&mut command)
     }
@@ -204,7 +210,7 @@ impl TestNode {
     /// Returns the daemon's command line.
     fn command_line(&self) -> [OsString; 4] {
         let config = self.directory.join("config.toml");
-        [crate::path_from_env("NACELLE_BIN").into(), "serve".into(), "--config".into(), config.into()]
+        [self.program.clone().into(), "serve".into(), "--config".into(), config.into()]
     }
 
     fn spawn(&self, mut command: Command) -> Child {
@@ -226,6 +232,13 @@ impl TestNode {
         run_program("kill", ["-TERM", &self.daemon_pid().to_string()]).ok();
         let daemon = self.daemon.take();
         daemon.is_some_and(|mut daemon| daemon.wait().expect("the daemon is our child").success())
+    }
+
+    /// Stops the daemon and starts another program in its place, as an upgrade or a downgrade does.
+    pub fn replace_daemon(&mut self, program: &Path) {
+        assert!(self.terminate(), "the daemon exits cleanly: {}", self.log());
+        self.program = program.to_owned();
+        self.start();
     }
 
     /// Kills the daemon with SIGKILL and waits for its end.
