@@ -62,6 +62,24 @@ pub(super) struct CatalogueFiles {
     catalogue: Vec<PathBuf>,
 }
 
+/// What differs when a file has another content.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct FileVersion {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    /// When it was changed, in seconds and nanoseconds.
+    changed: (i64, i64),
+}
+
+impl FileVersion {
+    fn of(path: &Path) -> Option<FileVersion> {
+        let found = std::fs::metadata(path).ok()?;
+        let changed = (found.ctime(), found.ctime_nsec());
+        Some(FileVersion { device: found.dev(), inode: found.ino(), bytes: found.len(), changed })
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 pub(super) enum SchemaVersion {
     V1,
@@ -97,14 +115,9 @@ impl CatalogueFiles {
         self.catalogue.iter().any(|file| file == Path::new("-"))
     }
 
-    /// Returns what differs when the content of a file differs: device, inode, size in bytes, and the time of the change in
-    /// seconds and nanoseconds. `None` stands for a file that cannot be looked at.
-    pub(super) fn versions(&self) -> Vec<Option<(u64, u64, u64, i64, i64)>> {
-        let version = |file: &PathBuf| {
-            let found = std::fs::metadata(file).ok()?;
-            Some((found.dev(), found.ino(), found.len(), found.ctime(), found.ctime_nsec()))
-        };
-        self.catalogue.iter().map(version).collect()
+    /// Returns the versions of the files; `None` stands for a file that cannot be looked at.
+    pub(super) fn versions(&self) -> Vec<Option<FileVersion>> {
+        self.catalogue.iter().map(|file| FileVersion::of(file)).collect()
     }
 
     pub(super) fn read(&self) -> anyhow::Result<Catalogue> {
