@@ -30,8 +30,9 @@ fn take_over(first: &Path, second: &Path) {
     let mut node = TestNode::with_options(NodeOptions { program: Some(first.to_owned()), ..Default::default() });
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let count = "trap 'exit 9' TERM; i=0; while :; do i=$((i+1)); echo tick $i; sleep 0.2; done";
+    let request = PodRequest::new("kept", node.directory());
     let (pod_id, counter, idle) = {
-        let pod = node.crictl.run_pod(PodRequest::new("kept", node.directory()));
+        let pod = node.crictl.run_pod(PodRequest(request.0.clone()));
         let counter = pod.start(ContainerRequest::sh("counter", &image, count));
         let idle = pod.create(ContainerRequest::sh("idle", &image, "echo started by the other; sleep 1000"));
         counter.wait_for_output("tick 2");
@@ -43,7 +44,7 @@ fn take_over(first: &Path, second: &Path) {
     assert_eq!(node.vm_pids(), processes, "the pod runs on");
     assert_eq!(node.crictl.call(["pods", "-q", "--state", "Ready"]), pod_id);
     assert_eq!(node.crictl.call(["exec", "--sync", &counter, "echo", "still here"]), "still here");
-    let pod = node.crictl.pod_handle(&pod_id, PodRequest::new("kept", node.directory()));
+    let pod = node.crictl.pod_handle(&pod_id, request);
     let output = pod.start(ContainerRequest::sh("late", &image, "echo created by the other; sleep 1000"));
     output.wait_for_output("created by the other");
     node.crictl.call(["start", &idle]);
