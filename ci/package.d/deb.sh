@@ -12,7 +12,7 @@ pack_deb() {
     install -D -m 644 "$pieces/lintian-overrides" "$tree/usr/share/lintian/overrides/nacelle"
     install_documents "$doc"
     {
-        printf 'nacelle (%s) unstable; urgency=medium\n\n  * Commit %s; CHANGELOG.md of the sources tells what is new.\n\n' \
+        printf 'nacelle (%s) unstable; urgency=medium\n\n  * Commit %s; CHANGELOG.md of the sources lists what is new.\n\n' \
             "$version" "$NACELLE_COMMIT"
         printf ' -- Nacelle <maintainers@nacelle.dev>  %s\n' "$(date -R -d "@$SOURCE_DATE_EPOCH")"
     } | gzip -9n >"$doc/changelog.gz"

@@ -87,7 +87,7 @@ pub fn check(node: &TestNode, failure: &str) {
     if let Some(watched) = watched {
         let shown = watched.wait_with_output().expect("it is ours");
         let shown = String::from_utf8_lossy(&shown.stdout);
-        assert!(shown.contains("reading the manifest"), "the terminal shows how far the pull has come: {shown}");
+        assert!(shown.contains("finding the missing layers"), "the terminal shows how far the pull has come: {shown}");
     }
 }
 

@@ -140,7 +140,7 @@ fn own_progress(store: &ImageStore) -> Option<OperationProgress> {
 
 fn installation_progress(finished_layers: u64, layers: u64, bytes: u64, total_bytes: u64) -> OperationProgress {
     let step = match layers {
-        0 => "reading the manifest".to_owned(),
+        0 => "finding the missing layers".to_owned(),
         _ if finished_layers == layers => "completing".to_owned(),
         _ => format!("{finished_layers} of {layers} layers"),
     };
