@@ -44,10 +44,10 @@ const VERBS: &[(&str, &str)] = &[
     ("snapshot NAME", "save disks, memory and devices under this name"),
     ("restore NAME", "return to a snapshot"),
     ("snapshots", "list the snapshots as JSON"),
-    ("delete-snapshot NAME", "delete a snapshot"),
+    ("rm-snapshot NAME", "delete a snapshot"),
     ("volumes", "list the hot-plugged disks as JSON"),
     ("add-volume NAME=SIZE", "hot-plug an empty disk"),
-    ("remove-volume NAME", "remove a hot-plugged disk and its data"),
+    ("rm-volume NAME", "remove a hot-plugged disk and its data"),
     ("hold NAME", "take a snapshot, keep the VM paused until the output is closed, and delete the snapshot"),
     ("credentials JSON", "set SSH keys and passwords of users by the guest agent; sent by the daemon"),
     ("guest-ping", "test whether the guest agent responds"),
@@ -55,14 +55,22 @@ const VERBS: &[(&str, &str)] = &[
     ("help", "print this list"),
 ];
 
+/// Earlier names of verbs and their names now, which are those of `nacelle vm`. The daemon sends the earlier ones: a pod process that an
+/// earlier version started knows no others.
+const EARLIER_NAMES: &[(&str, &str)] = &[("delete-snapshot", "rm-snapshot"), ("remove-volume", "rm-volume")];
+
 /// Returns the verb of a command line and its argument, if it is one; the empty verb if it is unknown or missing.
 pub fn parse_verb(args: &[String]) -> Option<(&str, &str)> {
     let (program, rest) = args.split_first()?;
     (program == PROGRAM).then_some(match rest {
-        [verb] => (verb.as_str(), ""),
-        [verb, argument] => (verb.as_str(), argument.as_str()),
+        [verb] => (name_now(verb), ""),
+        [verb, argument] => (name_now(verb), argument.as_str()),
         _ => ("", ""),
     })
+}
+
+fn name_now(verb: &str) -> &str {
+    EARLIER_NAMES.iter().find(|(earlier, _)| *earlier == verb).map_or(verb, |(_, now)| now)
 }
 
 /// Returns whether the command is a verb whose answer is unbounded, and is sent to a stream while the verb runs.
@@ -99,9 +107,9 @@ pub async fn run(
     match verb {
         "snapshot" => snapshots::save(vm, argument).await.map(|()| CommandResult::default()),
         "restore" => snapshots::load(vm, argument).await.map(|()| CommandResult::default()),
-        "delete-snapshot" => snapshots::delete(vm, argument).await.map(|()| CommandResult::default()),
+        "rm-snapshot" => snapshots::delete(vm, argument).await.map(|()| CommandResult::default()),
         "add-volume" => run_to_end(vm, argument, hotplug::add).await,
-        "remove-volume" => run_to_end(vm, argument, hotplug::remove).await,
+        "rm-volume" => run_to_end(vm, argument, hotplug::remove).await,
         "hold" => quiesce::quiesce(vm, argument, reader).await.map(|()| CommandResult::default()),
         "credentials" => {
             let qemu = vm.qemu()?;
@@ -286,6 +294,16 @@ mod tests {
         assert!(long(&["@vm", "memory-dump"]) && long(&["@vm", "memory-dump", "elf"]));
         assert!(long(&["@vm", "changes"]));
         assert!(!long(&["@vm", "status"]) && !long(&["memory-dump"]));
+    }
+
+    #[test]
+    fn verbs_are_known_by_their_earlier_names() {
+        let words = ["@vm", "remove-volume", "data"].map(str::to_owned);
+        assert_eq!(parse_verb(&words), Some(("rm-volume", "data")));
+        let names: Vec<&str> = VERBS.iter().filter_map(|(usage, _)| usage.split(' ').next()).collect();
+        for (earlier, now) in EARLIER_NAMES {
+            assert!(names.contains(now) && !names.contains(earlier), "{earlier}");
+        }
     }
 
     #[test]
