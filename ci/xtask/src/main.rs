@@ -17,6 +17,7 @@ mod servers;
 mod shape;
 mod source;
 mod threats;
+mod versions;
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -69,6 +70,7 @@ fn broken_rules(root: &Path) -> Result<Vec<Finding>, Box<dyn Error>> {
     found.extend(threats::check(root, &files)?);
     found.extend(guest_logs::check(&files));
     found.extend(budgets::check(root)?);
+    found.extend(versions::check(root)?);
     found.extend(shape::check_stages(root, &files)?);
     found.extend(language::check(root, &files)?);
     Ok(found)

@@ -11,7 +11,7 @@ pub const MAX_CAUSES: usize = 100;
 const MAX_VALUE: usize = 120;
 
 /// The kind of a fault. The labels are those of Kubernetes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, schemars::JsonSchema)]
 pub enum Problem {
     /// A required field is not set.
     #[serde(rename = "FieldValueRequired")]
@@ -59,12 +59,12 @@ impl Problem {
 }
 
 /// The name of a rule: stable, for tests and for programs that parse the JSON.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, schemars::JsonSchema)]
 #[serde(transparent)]
 pub struct Rule(pub &'static str);
 
 /// One fault.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, schemars::JsonSchema)]
 pub struct Cause {
     /// The path of the field, as `spec.domain.devices.disks[1].name` or `metadata.annotations[vm.nacelle.dev/cpus]`.
     pub field: String,
@@ -115,7 +115,7 @@ impl fmt::Display for Detail<'_> {
 }
 
 /// Everything that is wrong with a specification.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, thiserror::Error)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, schemars::JsonSchema, thiserror::Error)]
 #[serde(transparent)]
 pub struct Causes(Vec<Cause>);
 

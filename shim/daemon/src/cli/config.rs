@@ -25,7 +25,8 @@ pub(super) enum ConfigCommand {
 
 /// The result of a check.
 #[derive(Serialize)]
-struct ConfigReport {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct ConfigReport {
     file: PathBuf,
     valid: bool,
     errors: Vec<ConfigProblem>,

@@ -7,6 +7,7 @@ use std::fmt;
 
 /// The weight of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Severity {
     /// Nothing is wrong.
@@ -19,6 +20,7 @@ pub(super) enum Severity {
 
 /// What one check has found.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub(super) struct Finding {
     pub(super) severity: Severity,
     pub(super) subject: &'static str,
@@ -42,6 +44,7 @@ pub(super) fn finding(severity: Severity, subject: &'static str, message: impl I
 
 /// The findings of all checks, and what follows from them.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub(super) struct CheckReport {
     /// No finding is a failure.
     ok: bool,

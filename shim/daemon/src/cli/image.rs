@@ -1,7 +1,7 @@
 //! Implements `nacelle image`: loads, pulls, lists, verifies and removes images, through the daemon if it runs, otherwise in the store
 //! itself.
 
-mod views;
+pub(super) mod views;
 
 use super::ExitStatus;
 use super::daemon::{status_error, try_connect};

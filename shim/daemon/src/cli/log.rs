@@ -10,7 +10,8 @@ use nacelle_proto::node::node_client::NodeClient;
 use serde::Serialize;
 
 #[derive(Serialize)]
-struct LogFilterView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct LogFilterView {
     filter: String,
 }
 

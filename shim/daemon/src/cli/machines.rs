@@ -3,7 +3,7 @@
 mod console;
 mod dump;
 mod transfer;
-mod views;
+pub(super) mod views;
 
 use super::ExitStatus;
 use super::daemon::{connect, status_error};

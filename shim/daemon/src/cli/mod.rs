@@ -14,6 +14,8 @@ mod finding;
 mod hardening;
 mod help;
 mod image;
+#[cfg(test)]
+mod interfaces;
 mod jail_report;
 mod log;
 mod machines;

@@ -37,12 +37,14 @@ struct Overhead {
 
 /// The overhead of all handlers.
 #[derive(Serialize)]
-struct OverheadReport {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct OverheadReport {
     handlers: Vec<HandlerOverhead>,
 }
 
 /// The overhead of a handler. All figures are 0 for engine host, which has no VM.
 #[derive(Debug, Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct HandlerOverhead {
     handler: String,
@@ -59,6 +61,7 @@ struct HandlerOverhead {
 
 /// `overhead.podFixed` of a RuntimeClass.
 #[derive(Debug, Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct PodFixed {
     memory_bytes: u64,

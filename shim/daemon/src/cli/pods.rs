@@ -21,6 +21,7 @@ pub(super) type CriClient = RuntimeServiceClient<Channel>;
 
 /// The pods of a node.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(super) struct PodList {
     pods: Vec<PodView>,
@@ -28,6 +29,7 @@ pub(super) struct PodList {
 }
 
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(super) struct PodView {
     pub(super) id: String,
@@ -52,6 +54,7 @@ pub(super) struct PodView {
 
 /// `None`: not known.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(super) struct UsageView {
     pub(super) cpu_seconds: Option<f64>,

@@ -31,8 +31,9 @@ pub(super) enum StoreCommand {
 
 /// The numbers of records.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-struct StoreCountsView {
+pub(super) struct StoreCountsView {
     pods: usize,
     containers: usize,
     vms: usize,

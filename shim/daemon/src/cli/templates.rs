@@ -39,6 +39,7 @@ pub(super) enum TemplateCommand {
 
 /// The templates of a node, and what they were used for since the daemon began.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(super) struct TemplateList {
     templates: Vec<TemplateView>,
@@ -49,6 +50,7 @@ pub(super) struct TemplateList {
 }
 
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct TemplateView {
     key: String,
@@ -64,7 +66,8 @@ struct TemplateView {
 
 /// The keys of templates that were built or removed.
 #[derive(Serialize)]
-struct TemplateKeys {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct TemplateKeys {
     keys: Vec<String>,
 }
 

@@ -16,29 +16,35 @@ const BAR: usize = 40;
 
 /// The steps of a pod and its containers.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(super) struct PodTimeline {
     id: String,
     namespace: String,
     name: String,
     #[serde(serialize_with = "serialize_steps")]
+    #[cfg_attr(test, schemars(with = "Vec<StepView<'static>>"))]
     start: Vec<TimelineStep>,
     #[serde(serialize_with = "serialize_steps")]
+    #[cfg_attr(test, schemars(with = "Vec<StepView<'static>>"))]
     teardown: Vec<TimelineStep>,
     /// The oldest first.
     containers: Vec<ContainerTimeline>,
 }
 
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct ContainerTimeline {
     id: String,
     name: String,
     #[serde(serialize_with = "serialize_steps")]
+    #[cfg_attr(test, schemars(with = "Vec<StepView<'static>>"))]
     start: Vec<TimelineStep>,
 }
 
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct StepView<'a> {
     name: &'a str,

@@ -39,11 +39,13 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 
 /// The pods of a node, those first that cost most CPU time.
 #[derive(Debug, Serialize)]
-struct TopView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct TopView {
     pods: Vec<TopPodView>,
 }
 
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct TopPodView {
     id: String,
     namespace: String,
@@ -57,6 +59,7 @@ struct TopPodView {
 
 /// `None`: not known.
 #[derive(Clone, Copy, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct RateView {
     /// Thousandths of a CPU.

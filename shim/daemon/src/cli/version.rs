@@ -5,6 +5,7 @@ use super::output::{OutputArgument, TableView};
 use serde::Serialize;
 
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub(super) struct VersionView {
     version: &'static str,
     commit: Option<&'static str>,

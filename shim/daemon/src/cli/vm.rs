@@ -147,13 +147,15 @@ fn read_documents(file: &Path) -> anyhow::Result<Vec<Value>> {
 
 /// The verdict on a document.
 #[derive(Serialize)]
-struct DocumentReport {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(super) struct DocumentReport {
     file: PathBuf,
     kind: String,
     name: String,
     machine: bool,
     valid: bool,
     causes: Causes,
+    #[cfg_attr(test, schemars(with = "Vec<serde_json::Value>"))]
     warnings: Vec<UnsupportedSetting>,
 }
 

@@ -14,12 +14,14 @@ mod size;
 mod syntax;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub(crate) use duration::parse as parse_duration;
 pub use key::KeyPath;
 pub use load::ConfigError;
 pub use problem::{ConfigProblem, ConfigProblems};
+#[cfg(test)]
+pub(crate) use renamed::old_keys;
 pub use syntax::SyntaxError;
 
 use crate::log::LogFilter;

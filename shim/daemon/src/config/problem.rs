@@ -7,6 +7,7 @@ use std::fmt;
 
 /// One mistake in a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct ConfigProblem {
     /// The line, from 1; `None` if the file does not have the key.
     pub line: Option<usize>,
@@ -52,6 +53,7 @@ impl fmt::Display for ConfigProblem {
 
 /// All mistakes in a configuration file, in the order of their lines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct ConfigProblems(Vec<ConfigProblem>);
 
 impl ConfigProblems {

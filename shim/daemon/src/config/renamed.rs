@@ -26,6 +26,12 @@ const RENAMED_KEYS: [RenamedKey; 7] = [
     RenamedKey { section: "images", old: "progress_seconds", new: "progress_timeout" },
 ];
 
+/// Returns the paths of the old keys.
+#[cfg(test)]
+pub(crate) fn old_keys() -> impl Iterator<Item = String> {
+    RENAMED_KEYS.iter().map(|key| format!("{}.{}", key.section, key.old))
+}
+
 /// Replaces the old keys in a parsed file by the new ones. Returns a warning for each replaced key, and the mistakes: an old key
 /// beside the new one, or with a value that is no number of seconds. Such an old key is removed.
 pub(super) fn replace_old_keys(file: &mut DeTable<'_>, text: &str) -> (Vec<String>, Vec<ConfigProblem>) {

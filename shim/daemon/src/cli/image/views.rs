@@ -13,7 +13,8 @@ const SHORT: usize = 19;
 
 /// A loaded image.
 #[derive(Serialize)]
-pub(super) struct LoadedView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(in crate::cli) struct LoadedView {
     pub(super) id: String,
     pub(super) names: Vec<String>,
 }
@@ -30,7 +31,8 @@ impl TableView for Vec<LoadedView> {
 
 /// A pulled image.
 #[derive(Serialize)]
-pub(super) struct PulledView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(in crate::cli) struct PulledView {
     pub(super) id: String,
 }
 
@@ -42,6 +44,7 @@ impl TableView for PulledView {
 
 /// An image of the store.
 #[derive(Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(in crate::cli) struct ImageView {
     id: String,
@@ -91,8 +94,9 @@ impl TableView for Vec<ImageView> {
 
 /// The result of a verification.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub(super) struct VerificationView {
+pub(in crate::cli) struct VerificationView {
     images: u64,
     files: u64,
     read_bytes: u64,
@@ -100,6 +104,7 @@ pub(super) struct VerificationView {
 }
 
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 struct DamageView {
     image: String,

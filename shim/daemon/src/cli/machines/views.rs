@@ -9,6 +9,7 @@ use serde::Serialize;
 
 /// A VM, as `ls`, `describe` and `watch` print it.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub(in crate::cli) struct VmView {
     namespace: String,
@@ -34,6 +35,7 @@ pub(in crate::cli) struct VmView {
 }
 
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct VmPodView {
     id: String,
     name: String,
@@ -127,8 +129,9 @@ impl TableView for VmView {
 
 /// A snapshot of a VM.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub(super) struct SnapshotView {
+pub(in crate::cli) struct SnapshotView {
     name: String,
     taken_at: Option<String>,
     /// The size of memory and devices.
@@ -154,8 +157,9 @@ impl TableView for Vec<SnapshotView> {
 
 /// A disk that was added to a VM.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub(super) struct VolumeView {
+pub(in crate::cli) struct VolumeView {
     name: String,
     size_bytes: u64,
 }
@@ -176,7 +180,8 @@ impl TableView for Vec<VolumeView> {
 
 /// The result of an export.
 #[derive(Debug, Serialize)]
-pub(super) struct ExportView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(in crate::cli) struct ExportView {
     pub(super) reference: String,
     pub(super) digest: String,
     pub(super) snapshots: Vec<String>,
@@ -190,7 +195,8 @@ impl TableView for ExportView {
 
 /// The result of an import.
 #[derive(Debug, Serialize)]
-pub(super) struct ImportView {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(in crate::cli) struct ImportView {
     pub(super) namespace: String,
     pub(super) name: String,
     pub(super) uuid: String,
