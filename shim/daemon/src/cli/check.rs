@@ -54,7 +54,7 @@ pub(super) fn find_problems(config: &Config) -> anyhow::Result<CheckReport> {
         &engine.qemu,
         handlers.iter().any(|(_, setting)| setting.or(engine.fitting) == EngineKind::Qemu),
     ));
-    if config.handlers.values().any(|handler| handler.engine == EngineSetting::Host) {
+    if config.may_run_on_host() {
         findings.extend(check_engine_host(&engine.agent));
     }
     for (name, handler) in config.handlers.iter().filter(|(_, handler)| handler.engine != EngineSetting::Host) {

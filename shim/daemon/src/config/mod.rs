@@ -172,7 +172,7 @@ pub enum PrivilegedPods {
     /// Their handler's engine runs them, as all others.
     #[default]
     Machine,
-    /// A pod with a namespace of the node runs without a guest, on engine host, whatever the engine of its handler is.
+    /// A privileged pod without a user namespace runs without a guest, on engine host, whatever the engine of its handler is.
     RunOnHost,
 }
 

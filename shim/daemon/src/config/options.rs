@@ -1,7 +1,8 @@
 //! Converts the configuration into the options of the parts of the daemon, and derives paths from it.
 
 use super::{
-    Config, EngineSetting, Handler, ImageSettings, JailSettings, PathSettings, RegistrySettings, SandboxSettings,
+    Config, EngineSetting, Handler, HostNamespaces, ImageSettings, JailSettings, PathSettings, PrivilegedPods,
+    RegistrySettings, SandboxSettings,
 };
 use nacelle_base::machine::EngineKind;
 use std::path::{Path, PathBuf};
@@ -25,6 +26,14 @@ impl Config {
     pub fn handler(&self, name: &str) -> Option<(&str, &Handler)> {
         let name = if name.is_empty() { &self.default_handler } else { name };
         self.handlers.get_key_value(name).map(|(name, handler)| (name.as_str(), handler))
+    }
+
+    /// Returns whether pods may run without a guest: those of a handler with engine host, and those of any handler that the settings for
+    /// namespaces of the node and for privileged pods send there.
+    pub fn may_run_on_host(&self) -> bool {
+        self.sandbox.host_namespaces == HostNamespaces::RunOnHost
+            || self.sandbox.privileged == PrivilegedPods::RunOnHost
+            || self.handlers.values().any(|handler| handler.engine == EngineSetting::Host)
     }
 
     /// Returns the options of the image store. `unpack` is the program that decodes layers.
