@@ -153,8 +153,9 @@ pub(crate) fn verification(report: ImageVerification) -> node::VerifyImagesRespo
         repaired: damage.repaired,
         repair_error: damage.repair_error.unwrap_or_default(),
     });
-    let (images, files, bytes) = (report.images, report.files, report.bytes);
-    node::VerifyImagesResponse { images, files, bytes, damaged: damaged.collect() }
+    let damaged = damaged.collect();
+    let (images, files, bytes, verity_files) = (report.images, report.files, report.bytes, report.sealed);
+    node::VerifyImagesResponse { images, files, bytes, damaged, verity_files }
 }
 
 fn template(key: &TemplateKey, entry: &TemplateEntry) -> node::Template {

@@ -162,6 +162,10 @@ pub async fn open(setup: DaemonSetup) -> Result<Node, ServeError> {
             tracing::warn!(%error, "events may have earlier times than those of the last daemon if the clock was set back");
         }
         let images = open_images(&opened_config, &unpack)?;
+        match images.verity_error() {
+            None => tracing::info!("fs-verity protects the files of the image store"),
+            Some(why) => tracing::info!(%why, "fs-verity does not protect the files of the image store"),
+        }
         let unknown = UnknownVms::after(&contents, paths.lost_machines());
         let vms = Vms::open(paths.machines(), store.clone(), contents.vms.clone(), unknown)?;
         let templates = Templates::open(&opened_config, pod_program);

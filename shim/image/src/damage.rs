@@ -36,6 +36,17 @@ pub enum FileDamage {
         /// The recorded digest.
         expected: Digest,
     },
+    /// The file has no fs-verity, with which it was written: another program has replaced it.
+    #[error("has lost its fs-verity: it is not the file that was written")]
+    Unsealed,
+    /// The file has fs-verity for another content than the one that was written.
+    #[error("has the fs-verity digest {found} instead of {expected}")]
+    Verity {
+        /// The actual fs-verity digest.
+        found: Digest,
+        /// The recorded fs-verity digest.
+        expected: Digest,
+    },
     /// The checksum that the file itself contains does not match.
     #[error("does not match the checksum at its end")]
     Checksum,
@@ -48,9 +59,12 @@ pub enum FileDamage {
 }
 
 impl FileDamage {
-    /// Returns whether a look at the name and length of the file finds the damage again, so that it need not be recorded.
+    /// Returns whether a look at the file without reading it finds the damage again, so that it need not be recorded.
     pub fn is_visible(&self) -> bool {
-        matches!(self, FileDamage::Missing | FileDamage::Length { .. })
+        matches!(
+            self,
+            FileDamage::Missing | FileDamage::Length { .. } | FileDamage::Unsealed | FileDamage::Verity { .. }
+        )
     }
 
     /// Returns the damage that an error of reading a file proves; `None` if the error says nothing about the file.
@@ -108,6 +122,8 @@ pub struct ImageVerification {
     pub files: u64,
     /// The number of bytes that were read.
     pub bytes: u64,
+    /// The number of sound files that have fs-verity.
+    pub sealed: u64,
     /// The damaged files, by image.
     pub damaged: Vec<ImageDamage>,
 }

@@ -1,10 +1,11 @@
 //! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` and
 //! `trees/`, each file named by a digest. A layer's `.blob` counts only with its `.idx`. Its `.origins` lists the registries that have
 //! delivered it and is the only file that changes. `partial/` holds the downloads of unfinished layers, `work/` files that are not yet
-//! visible. The `.sum` of a layer or of metadata has the digests of the files (`crate::sums`). The pins are a leaf lock, taken after the
-//! catalogue's.
+//! visible. The `.sum` of a layer or of metadata has the digests of the files (`crate::sums`). Blobs, indexes and metadata are sealed
+//! before they become visible (`crate::seal`). The pins are a leaf lock, taken after the catalogue's.
 
-use crate::sums::ContentSums;
+use crate::seal::Seals;
+use crate::sums::{ContentSums, FileSum, sum_path};
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
 use nacelle_base::files::{FileError, at, remove_if_there};
@@ -66,6 +67,7 @@ pub struct StoreDirectory {
     root: PathBuf,
     pins: Mutex<PinTable>,
     next: AtomicU64,
+    seals: Seals,
     _lock: File,
 }
 
@@ -76,9 +78,12 @@ struct PinTable {
     unfinished: HashMap<ContentKey, Instant>,
 }
 
-/// A file that is removed on drop unless it is renamed.
+/// The path of a file that is removed on drop, unless the file was renamed.
+struct TemporaryPath(PathBuf);
+
+/// A file that is written. It is removed on drop.
 pub struct TemporaryFile {
-    path: PathBuf,
+    path: TemporaryPath,
     /// The file, open for writing.
     pub file: File,
 }
@@ -86,12 +91,25 @@ pub struct TemporaryFile {
 impl TemporaryFile {
     /// Returns the file's path.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.path.0
+    }
+}
+
+/// A file of which all bytes are on the disk and which is never written again. It is removed on drop unless it is renamed.
+pub struct FinishedFile {
+    path: TemporaryPath,
+    sum: FileSum,
+}
+
+impl FinishedFile {
+    /// Returns the file's sum.
+    pub fn sum(&self) -> FileSum {
+        self.sum
     }
 
-    /// Gives the file its final name. The caller has synced its content, and syncs the directory.
+    /// Gives the file its final name. The caller syncs the directory.
     fn rename(self, path: &Path) -> Result<(), FileError> {
-        fs::rename(&self.path, path).map_err(at("rename", path))
+        fs::rename(&self.path.0, path).map_err(at("rename", path))
     }
 }
 
@@ -101,9 +119,9 @@ fn sync_directory_of(path: &Path) -> Result<(), FileError> {
     File::open(directory).and_then(|directory| directory.sync_all()).map_err(at("sync", directory))
 }
 
-impl Drop for TemporaryFile {
+impl Drop for TemporaryPath {
     fn drop(&mut self) {
-        if let Err(error) = remove_if_there(&self.path) {
+        if let Err(error) = remove_if_there(&self.0) {
             tracing::warn!(error = %nacelle_base::Chain(&error), "cannot remove a temporary file; the next start removes it");
         }
     }
@@ -128,7 +146,8 @@ impl StoreDirectory {
             make(&root.join(kind.directory_name()))?;
         }
         make(&root.join("work"))?;
-        Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), _lock: lock })
+        let seals = Seals::probe(&root.join("work/probe"));
+        Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), seals, _lock: lock })
     }
 
     /// Removes what a crash left unfinished. `live` is the content of all images, whose files stay even if some are missing.
@@ -167,6 +186,11 @@ impl StoreDirectory {
     /// Returns the store's directory.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Returns how files of this store are sealed.
+    pub fn seals(&self) -> &Seals {
+        &self.seals
     }
 
     /// Returns the path of the main file of this content.
@@ -210,15 +234,25 @@ impl StoreDirectory {
         let path = self.root.join("work").join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
         let file =
             OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(at("create", &path))?;
-        Ok(TemporaryFile { path, file })
+        Ok(TemporaryFile { path: TemporaryPath(path), file })
     }
 
-    /// Makes a layer of its blob and its index, which are synced. Replaces a damaged layer; open files of that one stay readable.
+    /// Ends the writing of a file: syncs it, seals it and computes its sum. No other process has it open for writing any more. Blocks.
+    pub fn finish(&self, temporary: TemporaryFile) -> Result<FinishedFile, FileError> {
+        let TemporaryFile { path, file } = temporary;
+        file.sync_all().map_err(at("sync", &path.0))?;
+        drop(file);
+        let verity = self.seals.seal(&path.0)?;
+        let sum = FileSum { verity, ..sum_path(&path.0)? };
+        Ok(FinishedFile { path, sum })
+    }
+
+    /// Makes a layer of its blob and its index. Replaces a damaged layer; open files of that one stay readable.
     pub fn commit_layer(
         &self,
         diff_id: Digest,
-        blob: TemporaryFile,
-        index: TemporaryFile,
+        blob: FinishedFile,
+        index: FinishedFile,
         sums: &ContentSums,
     ) -> Result<(), FileError> {
         let key = (ContentKind::Layer, diff_id);
@@ -238,9 +272,9 @@ impl StoreDirectory {
     }
 
     /// Makes a file the metadata of an image. Replaces damaged metadata; an open file of those stays readable.
-    pub fn commit_tree(&self, tree: Digest, metadata: TemporaryFile, sums: &ContentSums) -> Result<(), FileError> {
+    pub fn commit_tree(&self, tree: Digest, metadata: FinishedFile) -> Result<(), FileError> {
         let (path, sums_path) = (self.path((ContentKind::Tree, tree)), self.sums_path((ContentKind::Tree, tree)));
-        metadata.file.sync_all().map_err(at("sync", &metadata.path))?;
+        let sums = ContentSums::new(metadata.sum, None);
         // Sums of other metadata would say that these are damaged.
         remove_if_there(&sums_path)?;
         metadata.rename(&path)?;

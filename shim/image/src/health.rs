@@ -1,6 +1,6 @@
-//! Checks that the files of images exist and have their lengths: at the start, before a pull or load reuses them, and before a
-//! container uses them. It reads no content, which `crate::verify` does; damage that that has found counts here, too. Everything
-//! here blocks.
+//! Checks that the files of images exist and have their lengths and their fs-verity digests: at the start, before a pull or load reuses
+//! them, and before a container uses them. It reads no content, which `crate::verify` does; damage that that has found counts here, too.
+//! Everything here blocks.
 
 use crate::ImageError;
 use crate::budget::Cancel;
@@ -8,14 +8,15 @@ use crate::catalogue::StoredImage;
 use crate::damage::{DamagedFile, FileDamage};
 use crate::directory::{ContentKey, ContentKind};
 use crate::install::StoreState;
-use crate::sums::ContentSums;
+use crate::seal::find_seal_damage;
+use crate::sums::{ContentSums, FileSum};
 use nacelle_base::Chain;
 use nacelle_base::files::{FileError, at};
 use nacelle_model::digest::{Digest, ImageId};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 impl StoreState {
     /// Checks all images, and logs one warning for each damaged one. A file that cannot be examined does not fail the start.
@@ -103,35 +104,21 @@ impl StoreState {
         })
     }
 
-    /// Compares existence and lengths of the files of this content with the record.
+    /// Compares existence, lengths and fs-verity digests of the files of this content with the record.
     pub fn find_visible_damage(&self, key: ContentKey, length: Option<u64>) -> Result<Option<DamagedFile>, FileError> {
         let sums = match self.read_sums(key)? {
             Ok(sums) => sums,
             Err(damaged) => return Ok(Some(damaged)),
         };
-        let main = [length, sums.map(|sums| sums.main.length)];
-        let index = [sums.and_then(|sums| sums.index).map(|index| index.length), None];
-        let mut files = vec![(self.directory.path(key), main)];
+        let mut files = vec![(self.directory.path(key), length, sums.map(|sums| sums.main))];
         if key.0 == ContentKind::Layer {
-            files.push((self.directory.index_path(key.1), index));
+            files.push((self.directory.index_path(key.1), None, sums.and_then(|sums| sums.index)));
         }
-        for (path, expected) in files {
-            let found = match fs::metadata(&path) {
-                Ok(metadata) if !metadata.is_file() => Err(io::Error::from_raw_os_error(libc::EISDIR)),
-                other => other,
-            };
-            let damage = match found {
-                Ok(metadata) => {
-                    let mut wrong = expected.into_iter().flatten().filter(|expected| *expected != metadata.len());
-                    wrong.next().map(|expected| FileDamage::Length { found: metadata.len(), expected })
-                }
-                Err(error) => match FileDamage::from_read_error(&error) {
-                    Some(damage) => Some(damage),
-                    None => return Err(at("read", &path)(error)),
-                },
-            };
-            if let Some(damage) = damage {
-                return Ok(Some(DamagedFile { path, damage }));
+        for (path, length, sum) in files {
+            match find_file_damage(&path, length, sum) {
+                Ok(None) => {}
+                Ok(Some(damage)) => return Ok(Some(DamagedFile { path, damage })),
+                Err(error) => return Err(at("read", &path)(error)),
             }
         }
         Ok(None)
@@ -189,6 +176,27 @@ impl StoreState {
                 (stored.tree, stored.tree_length, stored.blobs) = (tree, tree_length, blobs.clone());
             }
         })
+    }
+}
+
+/// Compares existence, length and fs-verity digest of a file with the list of images (`listed`, a length in bytes) and with its sum.
+/// Returns the error of the file if it proves no damage.
+fn find_file_damage(path: &Path, listed: Option<u64>, sum: Option<FileSum>) -> io::Result<Option<FileDamage>> {
+    let found = match fs::metadata(path) {
+        Ok(metadata) if !metadata.is_file() => Err(io::Error::from_raw_os_error(libc::EISDIR)),
+        other => other.map(|metadata| metadata.len()),
+    };
+    let found = match found {
+        Ok(length) => length,
+        Err(error) => return FileDamage::from_read_error(&error).map(Some).ok_or(error),
+    };
+    let mut lengths = [listed, sum.map(|sum| sum.length)].into_iter().flatten();
+    if let Some(expected) = lengths.find(|expected| *expected != found) {
+        return Ok(Some(FileDamage::Length { found, expected }));
+    }
+    match sum.and_then(|sum| sum.verity) {
+        Some(expected) => find_seal_damage(path, expected),
+        None => Ok(None),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::plan::{ImageNames, ImagePlan, LayerForm, LayerPlan, LayerSource};
 use crate::progress::{InstallationCounter, LayerCounter};
 use crate::registry::download::DownloadMessage;
 use crate::registry::{HttpClients, RegistrySession};
-use crate::sums::{ContentSums, sum_path};
+use crate::sums::ContentSums;
 use crate::worker::{Launch, UnpackError, UnpackTarget, unpack_file, unpack_layer};
 use crate::{ImageConfig, ImageError, ImageStoreConfig, manifest};
 use bytes::{Buf, Bytes};
@@ -417,10 +417,11 @@ impl StoreState {
         if self.has_sound_layer(diff_id)? {
             return Ok(()); // It was downloaded to prove that the registry has it.
         }
-        let sums = ContentSums::new(sum_path(blob.path())?, Some(sum_path(index.path())?));
+        let (blob, index) = (self.directory.finish(blob)?, self.directory.finish(index)?);
+        let sums = ContentSums::new(blob.sum(), Some(index.sum()));
         let key = (ContentKind::Layer, diff_id);
         // Another version of Nacelle may have written the damaged blob in another layout.
-        if !matches!(self.read_sums(key)?, Ok(Some(before)) if before.main == sums.main) {
+        if !matches!(self.read_sums(key)?, Ok(Some(before)) if before.main.has_same_content(&sums.main)) {
             self.remove_trees_of_layer(diff_id)?;
         }
         self.directory.commit_layer(diff_id, blob, index, &sums)?;

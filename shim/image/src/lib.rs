@@ -38,11 +38,13 @@ mod progress;
 mod pull;
 mod reference;
 mod registry;
+mod seal;
 mod small;
 mod store;
 mod sums;
 mod tree;
 mod verify;
+mod verity;
 mod wire;
 mod worker;
 

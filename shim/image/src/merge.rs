@@ -8,7 +8,6 @@ use crate::erofs::MAX_METADATA;
 use crate::install::{StoreState, tree_name};
 use crate::layer::index::MAX_FILE_CHUNKS;
 use crate::layer::{BLOCK, MAX_PATH, PIECE};
-use crate::sums::{ContentSums, sum_path};
 use crate::worker::{
     FoundFile, Job, JobError, JobFigures, Launch, LayerHeader, Supervision, WorkerEnd, WorkerError, WorkerStreams,
 };
@@ -60,8 +59,7 @@ impl StoreState {
         let (used, steps) = check_metadata(figures, length, layers.len())
             .map_err(|why| ImageError::Worker(WorkerError::Protocol { task: job.task(), why }))?;
         tracing::debug!(tree = %tree, bytes = budget.peak(), steps, "merged the layers of an image");
-        let sums = ContentSums::new(sum_path(metadata.path())?, None);
-        self.directory.commit_tree(tree, metadata, &sums)?;
+        self.directory.commit_tree(tree, self.directory.finish(metadata)?)?;
         if self.damage.set(key, None) {
             tracing::info!(tree = %tree, "repaired the damaged metadata of an image");
         }

@@ -294,6 +294,11 @@ impl ImageStore {
         self.shared.directory.root()
     }
 
+    /// Returns the reason that fs-verity does not protect the files of the store, or `None` if it does. Does not block.
+    pub fn verity_error(&self) -> Option<&std::io::Error> {
+        self.shared.directory.seals().unavailable()
+    }
+
     /// Returns the disk usage of the store.
     pub async fn fs_info(&self) -> Result<FsInfo, ImageError> {
         let shared = Arc::clone(&self.shared);

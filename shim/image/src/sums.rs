@@ -26,6 +26,16 @@ pub struct FileSum {
     pub length: u64,
     /// The digest of all bytes.
     pub digest: Digest,
+    /// The fs-verity digest, if the file was sealed (`crate::seal`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verity: Option<Digest>,
+}
+
+impl FileSum {
+    /// Returns whether both files have the same bytes.
+    pub fn has_same_content(&self, other: &FileSum) -> bool {
+        (self.length, self.digest) == (other.length, other.digest)
+    }
 }
 
 /// The sums of the files of a layer, or of the metadata of an image.
@@ -94,7 +104,7 @@ pub fn sum_file(
         let buffer = piece.get_mut(..most).unwrap_or_default();
         let got = retry_interrupted(|| file.read_at(buffer, position))?;
         if got == 0 {
-            return Ok(Some(FileSum { length: position, digest: Digest(hash.finalize().into()) }));
+            return Ok(Some(FileSum { length: position, digest: Digest(hash.finalize().into()), verity: None }));
         }
         hash.update(buffer.get(..got).unwrap_or_default());
         position += got as u64;
@@ -121,11 +131,12 @@ mod tests {
         let path = directory.path().join("f");
         let bytes: Vec<u8> = (0..PIECE * 2 + 7).map(|number| (number % 251) as u8).collect();
         fs::write(&path, &bytes).unwrap();
-        let whole = FileSum { length: bytes.len() as u64, digest: Digest::of(&bytes) };
+        let whole = FileSum { length: bytes.len() as u64, digest: Digest::of(&bytes), verity: None };
         assert_eq!(sum_path(&path).unwrap(), whole);
         let file = File::open(&path).unwrap();
         let part = sum_file(&file, Some(PIECE as u64 + 1), |_| true).unwrap().unwrap();
-        assert_eq!(part, FileSum { length: PIECE as u64 + 1, digest: Digest::of(&bytes[..PIECE + 1]) });
+        let digest = Digest::of(&bytes[..PIECE + 1]);
+        assert_eq!(part, FileSum { length: PIECE as u64 + 1, digest, verity: None });
         let mut pieces = 0;
         let stopped = sum_file(&file, None, |_| {
             pieces += 1;
@@ -140,8 +151,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sum");
         assert_eq!(ContentSums::read(&path).unwrap(), None);
-        let sum = FileSum { length: 3, digest: Digest::of(b"abc") };
-        for index in [None, Some(sum)] {
+        let sum = FileSum { length: 3, digest: Digest::of(b"abc"), verity: None };
+        for index in [None, Some(sum), Some(FileSum { verity: Some(Digest([7; 32])), ..sum })] {
             let sums = ContentSums::new(sum, index);
             sums.write(&path).unwrap();
             assert_eq!(ContentSums::read(&path).unwrap(), Some(sums));

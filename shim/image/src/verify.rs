@@ -1,6 +1,6 @@
 //! Verifies the files of images: reads them whole and compares their digests. On demand it runs at full speed, in the background on a
 //! thread of its own at idle priority and a limited rate. Damage is recorded, so that the image counts as absent and its next pull
-//! repairs it; a file in use is never removed.
+//! repairs it; a file in use is never removed. Sound files of a store that seals its files are sealed if they are not yet.
 
 use crate::ImageError;
 use crate::Reference;
@@ -51,6 +51,7 @@ struct Verifier<'c> {
     cancel: &'c Cancel,
     files: u64,
     bytes: u64,
+    sealed: u64,
 }
 
 /// One file that has been read.
@@ -166,7 +167,7 @@ impl StoreState {
         let (entries, chosen): (Vec<&String>, Vec<&String>) =
             keys.iter().partition(|key| unreadable.contains_key(*key));
         let chosen: BTreeSet<ImageId> = chosen.into_iter().filter_map(|key| key.parse().ok()).collect();
-        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0 };
+        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0, sealed: 0 };
         let mut verified: HashMap<ContentKey, Vec<DamagedFile>> = HashMap::new();
         let mut damaged = Vec::new();
         for id in &chosen {
@@ -202,13 +203,14 @@ impl StoreState {
             repair_error: None,
         }));
         let images = (chosen.len() + entries.len()) as u64;
-        Some(ImageVerification { images, files: verifier.files, bytes: verifier.bytes, damaged })
+        let Verifier { files, bytes, sealed, .. } = verifier;
+        Some(ImageVerification { images, files, bytes, sealed, damaged })
     }
 
     /// Verifies a layer, whether an image uses it or not. A damaged layer of no image is removed. Blocks.
     pub fn verify_layer(&self, diff_id: Digest) -> Result<(), ImageError> {
         let (key, cancel) = ((ContentKind::Layer, diff_id), Cancel::default());
-        let mut verifier = Verifier { pace: VerifyPace::Full, cancel: &cancel, files: 0, bytes: 0 };
+        let mut verifier = Verifier { pace: VerifyPace::Full, cancel: &cancel, files: 0, bytes: 0, sealed: 0 };
         let damaged = self.verify_content(key, None, &mut verifier)?.unwrap_or_default();
         if !damaged.is_empty() {
             self.remove_damaged_layer(diff_id)?;
@@ -258,7 +260,7 @@ impl StoreState {
             };
             let expected_main = match key.0 {
                 ContentKind::Config => {
-                    main.sum().map(|sum| FileSum { length: length.unwrap_or(sum.length), digest: key.1 })
+                    main.sum().map(|sum| FileSum { length: length.unwrap_or(sum.length), digest: key.1, verity: None })
                 }
                 _ => expected
                     .map(|sums| sums.main)
@@ -271,18 +273,52 @@ impl StoreState {
                     damaged.push(DamagedFile { path: index.path.clone(), damage: FileDamage::Checksum });
                 }
             }
-            let sum_missing = expected.is_none() && damaged.is_empty() && key.0 != ContentKind::Config;
-            if let (true, Some(main)) = (sum_missing, main.sum()) {
-                let sums = ContentSums::new(main, index.and_then(|index| index.sum()));
-                if let Err(error) = sums.write(&self.directory.sums_path(key)) {
-                    let error = Chain(&error);
-                    tracing::warn!(%error, "cannot record the digests of a file of the image store; the next verification does");
-                }
+            if damaged.is_empty() && key.0 != ContentKind::Config {
+                verifier.sealed += self.complete_sums(key, expected, &main, index.as_ref());
             }
             self.record_verified(key, &damaged);
             return Ok(Some(damaged));
         }
         Ok(Some(Vec::new()))
+    }
+
+    /// Records what the record of sound content lacks: its sums, and the fs-verity digests of its files, which are sealed for that. A seal
+    /// that another file had is replaced, because the digests have proved the content. Returns the number of sealed files. The caller holds
+    /// the lock of the content's pin.
+    fn complete_sums(
+        &self,
+        key: ContentKey,
+        recorded: Option<ContentSums>,
+        main: &ExaminedFile,
+        index: Option<&ExaminedFile>,
+    ) -> u64 {
+        let Some(main_sum) = main.sum() else { return 0 };
+        let mut sums = recorded.unwrap_or_else(|| ContentSums::new(main_sum, index.and_then(ExaminedFile::sum)));
+        let mut files = vec![(&main.path, &mut sums.main)];
+        if let (Some(index), Some(sum)) = (index, &mut sums.index) {
+            files.push((&index.path, sum));
+        }
+        let mut sealed = 0;
+        for (path, sum) in files {
+            match self.directory.seals().seal(path) {
+                Ok(Some(digest)) => {
+                    sealed += 1;
+                    sum.verity = Some(digest);
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    let error = Chain(&error);
+                    tracing::warn!(%error, "fs-verity does not protect a file of the image store; the next verification tries again");
+                }
+            }
+        }
+        if recorded != Some(sums)
+            && let Err(error) = sums.write(&self.directory.sums_path(key))
+        {
+            let error = Chain(&error);
+            tracing::warn!(%error, "cannot record the digests of a file of the image store; the next verification does");
+        }
+        sealed
     }
 
     /// Forgets the damage of content whose images were removed during the verification.

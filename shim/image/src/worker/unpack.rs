@@ -50,7 +50,7 @@ pub struct UnpackedLayer {
     pub entries: u64,
 }
 
-/// Reads a layer from `source` (gzip, zstd or plain, detected by its first bytes) and unpacks it. Both files are synced at the end.
+/// Reads a layer from `source` (gzip, zstd or plain, detected by its first bytes) and unpacks it. The caller syncs both files.
 pub fn unpack_layer(
     launch: Launch<'_>,
     mut source: impl Read,
@@ -71,8 +71,8 @@ pub fn unpack_layer(
     unpack_stream(launch, source, compressed, target, limits, budget)
 }
 
-/// Unpacks a file of an artifact as a layer with one file. The digest that it returns is that of the file. Both files are synced at
-/// the end.
+/// Unpacks a file of an artifact as a layer with one file. The digest that it returns is that of the file. The caller syncs both
+/// files.
 pub fn unpack_file(
     launch: Launch<'_>,
     mut file: FileTar<impl Read>,
@@ -98,7 +98,6 @@ fn unpack_stream(
     let ends = run_workers(&work, source, compressed, target, limits)?;
     let (digest, diff_id, figures) = ends.into_result(&work, limits)?;
     let entries = check_figures(&figures, target, limits, work.budget().limit())?;
-    target.blob.sync_all().and_then(|()| target.index.sync_all()).map_err(LayerError::Write)?;
     Ok(UnpackedLayer { digest, diff_id, entries })
 }
 

@@ -100,6 +100,7 @@ pub(in crate::cli) struct VerificationView {
     images: u64,
     files: u64,
     read_bytes: u64,
+    verity_files: u64,
     damaged: Vec<DamageView>,
 }
 
@@ -127,7 +128,13 @@ impl VerificationView {
             repair_error: Some(damage.repair_error).filter(|error| !error.is_empty()),
         });
         let damaged = damaged.collect();
-        VerificationView { images: report.images, files: report.files, read_bytes: report.bytes, damaged }
+        VerificationView {
+            images: report.images,
+            files: report.files,
+            read_bytes: report.bytes,
+            verity_files: report.verity_files,
+            damaged,
+        }
     }
 
     /// Prints the result. The status is success if all damage was repaired.
@@ -160,7 +167,12 @@ impl TableView for VerificationView {
             text.push('\n');
         }
         let repaired = self.damaged.iter().filter(|damage| damage.repaired).count();
-        text += &format!("{} images, {} files, {} read: ", self.images, self.files, format_bytes(self.read_bytes));
+        let verity = match self.verity_files {
+            0 => String::new(),
+            files => format!(" ({files} with fs-verity)"),
+        };
+        text +=
+            &format!("{} images, {} files{verity}, {} read: ", self.images, self.files, format_bytes(self.read_bytes));
         text += &match (self.damaged.len(), repaired) {
             (0, _) => "no damage\n".to_owned(),
             (damaged, repaired) => format!("{damaged} damaged, {repaired} of them repaired\n"),
@@ -181,7 +193,8 @@ mod tests {
     }
 
     fn report(damaged: Vec<node::ImageDamage>) -> VerificationView {
-        VerificationView::new(node::VerifyImagesResponse { images: 2, files: 9, bytes: 5 << 20, damaged })
+        let (images, files, bytes, verity_files) = (2, 9, 5 << 20, 0);
+        VerificationView::new(node::VerifyImagesResponse { images, files, bytes, damaged, verity_files })
     }
 
     #[test]
@@ -189,6 +202,8 @@ mod tests {
         let good = report(vec![]);
         assert_eq!(good.table(), "2 images, 9 files, 5.0 MiB read: no damage\n");
         assert_eq!(good.status(), ExitStatus::Success);
+        let sealed = VerificationView { verity_files: 7, ..report(vec![]) };
+        assert_eq!(sealed.table(), "2 images, 9 files (7 with fs-verity), 5.0 MiB read: no damage\n");
         assert_eq!(report(vec![damage("a", true, "")]).status(), ExitStatus::Success);
         let bad = report(vec![damage("a", true, ""), damage("bb", false, "no registry"), damage("c", false, "")]);
         assert_eq!(bad.status(), ExitStatus::Failure);
