@@ -49,6 +49,12 @@ impl Netns {
     }
 }
 
+/// Mounts the file system of the daemon's data.
+fn mount_disk(directory: &Path) {
+    let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
+    run_program("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
+}
+
 /// The settings of a node that a test can change before the daemon starts.
 pub struct NodeOptions {
     /// Lines at the end of the daemon's configuration file.
@@ -57,6 +63,8 @@ pub struct NodeOptions {
     pub registry: RegistryKind,
     /// The size in MiB of a file system for the daemon's data, if they have one of their own.
     pub disk_mib: Option<u32>,
+    /// Further arguments of the `mkfs.ext4` that makes this file system.
+    pub mkfs_arguments: &'static [&'static str],
     /// Whether pods also have an IPv6 address; Debian's plugins then wait one to two seconds for duplicate address detection.
     pub ipv6: bool,
     /// Lines of the section `network` of the daemon's configuration file.
@@ -75,6 +83,7 @@ impl Default for NodeOptions {
             extra: String::new(),
             registry: RegistryKind::Http,
             disk_mib: None,
+            mkfs_arguments: &[],
             ipv6: true,
             network: String::new(),
             missing: Vec::new(),
@@ -123,10 +132,10 @@ impl TestNode {
         // The directory's name has a random part: nothing that an earlier program left is in the way.
         let netns = Netns::new(directory.file_name().and_then(OsStr::to_str).expect("the name is text"));
         if let Some(mib) = options.disk_mib {
-            let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
+            let image = directory.join("disk.ext4");
             run_program("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
-            run_program("mkfs.ext4", [OsStr::new("-q"), image.as_os_str()]).ok();
-            run_program("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
+            run(Command::new("mkfs.ext4").arg("-q").args(options.mkfs_arguments).arg(&image)).ok();
+            mount_disk(&directory);
         }
         fs::write(directory.join("cni/10-e2e.conflist"), cni_config(&directory, &options))
             .expect("the node's directory is writable");
@@ -238,6 +247,15 @@ impl TestNode {
     pub fn replace_daemon(&mut self, program: &Path) {
         assert!(self.terminate(), "the daemon exits cleanly: {}", self.log());
         self.program = program.to_owned();
+        self.start();
+    }
+
+    /// Stops the daemon, lets `change` change the unmounted file system of its data, and starts the daemon again. No pod may run.
+    pub fn change_disk(&mut self, change: impl FnOnce(&Path)) {
+        assert!(self.terminate(), "the daemon exits cleanly: {}", self.log());
+        run_program("umount", [self.directory.join("root")]).ok();
+        change(&self.directory.join("disk.ext4"));
+        mount_disk(&self.directory);
         self.start();
     }
 

@@ -5,7 +5,8 @@ use nacelle_e2e::registry::{LOGIN, RegistryKind};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, run};
 use serde_json::json;
 use std::fs;
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 #[test]
@@ -155,6 +156,93 @@ fn damaged_images_are_found_named_and_repaired() {
     node.crictl.call(["pull", &image]);
     pod.start(ContainerRequest::sh("late", &image, "echo repaired")).wait_for_output("repaired");
     pod.remove();
+}
+
+/// Changes one bit of a file's block on the unmounted ext4 image `disk`, as a decaying disk does. `file` is a path in the image.
+fn decay(disk: &Path, file: &str, block: u64) {
+    let found = run::run_program("debugfs", ["-R", &format!("bmap {file} {block}"), disk.to_str().unwrap()]).ok();
+    let found: u64 = found.trim().parse().expect("the number of a block");
+    let disk = fs::File::options().read(true).write(true).open(disk).unwrap();
+    let mut byte = [0];
+    disk.read_exact_at(&mut byte, found * 4096 + 9).unwrap();
+    disk.write_all_at(&[byte[0] ^ 1], found * 4096 + 9).unwrap();
+}
+
+#[test]
+fn fs_verity_finds_replaced_files_and_decayed_blocks() {
+    if !Path::new("/sys/fs/ext4/features/verity").exists() {
+        println!("skipped: the kernel has no fs-verity for ext4");
+        return;
+    }
+    let (disk_mib, mkfs_arguments) = (Some(64), &["-b", "4096", "-O", "verity"] as &[_]);
+    let mut node = TestNode::with_options(NodeOptions { disk_mib, mkfs_arguments, ..NodeOptions::default() });
+    let noise: Vec<u8> = (0..3_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let image =
+        node.push_and_pull(&TestImage::busybox().with_layer(|layer| layer.add_file("noise", &noise, 0o644)), "app:1");
+    let layers = node.directory().join("root/images/layers");
+    let verify = |node: &TestNode| {
+        let mut verify = node.netns.command(nacelle_e2e::path_from_env("NACELLE_BIN"));
+        verify.args(["image", "verify", "-o", "json", "--config"]).arg(node.directory().join("config.toml"));
+        let output = run::run(&mut verify);
+        serde_json::from_str::<serde_json::Value>(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+    };
+    // All but the configuration: metadata, and two files of each layer.
+    let sound = verify(&node);
+    assert!(sound["damaged"] == json!([]) && sound["files"] == json!(6) && sound["verityFiles"] == json!(5), "{sound}");
+    let blob = largest(&layers);
+    let refused = fs::File::options().write(true).open(&blob).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
+    let read_noise = |name| ContainerRequest::sh(name, &image, "cat /noise >/dev/null 2>&1; echo code $?.");
+    let pod = node.crictl.run_pod(PodRequest::new("one", node.directory()));
+    assert_eq!(pod.start(read_noise("sound")).wait_for_output(".").trim(), "code 0.");
+
+    // A file of the same length takes the place of the blob.
+    let mut other = fs::read(&blob).unwrap();
+    other[5000] ^= 1;
+    fs::remove_file(&blob).unwrap();
+    fs::write(&blob, other).unwrap();
+    let refused = pod.try_create(read_noise("replaced")).err();
+    assert!(refused.contains(&format!("{} has lost its fs-verity", blob.display())), "{refused}");
+    pod.remove();
+    assert!(node.terminate(), "the daemon exits cleanly");
+    node.start();
+    assert_ne!(node.crictl.try_call(["inspecti", &image]).code, 0, "the start has found it without reading the file");
+    node.crictl.call(["pull", &image]);
+    assert_eq!(verify(&node), sound);
+
+    // A bit changes on the disk: the container gets an error instead of the wrong byte, and a verification finds the damage.
+    let file = format!("/images/layers/{}", blob.file_name().unwrap().to_string_lossy());
+    node.change_disk(|disk| decay(disk, &file, 300));
+    let pod = node.crictl.run_pod(PodRequest::new("two", node.directory()));
+    let output = pod.start(read_noise("decayed")).wait_for_output(".");
+    assert_eq!(output.trim(), "code 1.", "the container must not read the wrong bit");
+    let failed = fs::read(&blob).unwrap_err();
+    assert_eq!(failed.raw_os_error(), Some(libc::EIO), "{failed}");
+    let found = verify(&node);
+    assert_eq!(found["damaged"][0]["file"], json!(blob), "{found}");
+    assert!(found["damaged"][0]["damage"].to_string().contains("cannot be read: Input/output error"), "{found}");
+    node.crictl.call(["pull", &image]);
+    assert_eq!(verify(&node), sound);
+    pod.remove();
+
+    // The layers are those of an older version, and the metadata were copied: a verification protects both.
+    for (directory, is_older) in [(&layers, true), (&node.directory().join("root/images/trees"), false)] {
+        for path in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
+            let mut content = fs::read(&path).unwrap();
+            if is_older && path.extension().is_some_and(|extension| extension == "sum") {
+                let mut sums: serde_json::Value = serde_json::from_slice(&content).unwrap();
+                for file in ["main", "index"] {
+                    sums[file].as_object_mut().unwrap().remove("verity").expect("a recorded fs-verity digest");
+                }
+                content = serde_json::to_vec(&sums).unwrap();
+            }
+            fs::remove_file(&path).unwrap();
+            fs::write(&path, content).unwrap();
+        }
+    }
+    assert_eq!(verify(&node), sound);
+    node.crictl.call(["inspecti", &image]);
+    assert!(fs::File::options().write(true).open(&blob).is_err(), "the blob is protected again");
 }
 
 /// Returns the largest file below a directory.
