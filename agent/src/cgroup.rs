@@ -17,6 +17,17 @@ pub fn container_path(id: &str) -> PathBuf {
     pod_path().join(id)
 }
 
+/// Returns the cgroup of all processes that run in the guest by request and not in a container. They are not in the cgroup of the
+/// containers, whose limit on processes may be the reason for the request.
+pub fn guest_shells_path() -> PathBuf {
+    Path::new(paths::CGROUP).join("guest-shells")
+}
+
+/// Returns the cgroup of the processes in the guest that have their programs from this container.
+pub fn container_shells_path(id: &str) -> PathBuf {
+    guest_shells_path().join(id)
+}
+
 /// Returns the number after a word in a file of lines "word number"; 0 if the word is missing.
 pub fn read_figure(text: &str, word: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(word)?.strip_prefix(' '));

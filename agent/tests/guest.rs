@@ -165,6 +165,20 @@ fn processes_join_a_container() {
         let late = guest.agent.exec(exec("c1", "late", "true")).await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
 
+        // A command in the guest has the image of the container that has exited, and its children end with it.
+        let script = "readlink /guest; cat /proc/self/cgroup; cat /proc/1/comm; grep -c Groups: /proc/self/status; \
+            sleep 1000 & exit 4";
+        guest.agent.start_guest_shell(exec("c1", "shell", script)).await.unwrap();
+        let output = guest.output("c1", "shell", Stream::Stdout).await;
+        assert_eq!(output, "/proc/1/root\n0::/guest-shells/c1/shell\ninit\n1\n");
+        assert_eq!(guest.end("c1", "shell").await.code, 4);
+        let missing = ExecRequest { args: vec!["/no/such".into()], ..exec("c1", "none", "") };
+        assert_eq!(guest.agent.start_guest_shell(missing).await.unwrap_err().code(), Code::NotFound);
+        let elsewhere = guest.agent.start_guest_shell(exec("none", "shell", "true")).await.unwrap_err();
+        assert_eq!(elsewhere.code(), Code::NotFound, "{elsewhere}");
+        guest.agent.start_guest_shell(exec("c1", "held", "sleep 1000")).await.unwrap();
+        guest.agent.remove_container(ContainerRef { id: "c1".into() }).await.unwrap();
+
         // A container that has made cgroups of its own, as one does in which another runtime runs.
         let nested = "mkdir /sys/fs/cgroup/init && echo 0 >/sys/fs/cgroup/init/cgroup.procs && \
             echo +pids >/sys/fs/cgroup/cgroup.subtree_control && echo made";

@@ -5,15 +5,15 @@ use hyper_util::rt::TokioIo;
 use nacelle_proto::node::node_client::NodeClient;
 use nacelle_proto::node::node_server::{Node, NodeServer};
 use nacelle_proto::node::{
-    BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse,
-    ListInstallationsRequest, ListInstallationsResponse, ListTemplatesRequest, ListTemplatesResponse,
-    LoadImagesRequest, LoadImagesResponse, SetLogFilterRequest, SetLogFilterResponse, VerifyImagesRequest,
-    VerifyImagesResponse,
+    BuildTemplatesRequest, BuildTemplatesResponse, DropTemplatesRequest, DropTemplatesResponse, GuestShellEvent,
+    GuestShellRequest, ListInstallationsRequest, ListInstallationsResponse, ListTemplatesRequest,
+    ListTemplatesResponse, LoadImagesRequest, LoadImagesResponse, SetLogFilterRequest, SetLogFilterResponse,
+    VerifyImagesRequest, VerifyImagesResponse,
 };
 use std::io;
 use tokio::io::DuplexStream;
 use tonic::transport::{Endpoint, Uri};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 struct Answers;
 
@@ -52,6 +52,15 @@ impl Node for Answers {
     }
 
     async fn set_log_filter(&self, _: Request<SetLogFilterRequest>) -> Result<Response<SetLogFilterResponse>, Status> {
+        Err(Status::unimplemented("this test does not call it"))
+    }
+
+    type OpenGuestShellStream = tokio_stream::Empty<Result<GuestShellEvent, Status>>;
+
+    async fn open_guest_shell(
+        &self,
+        _: Request<Streaming<GuestShellRequest>>,
+    ) -> Result<Response<Self::OpenGuestShellStream>, Status> {
         Err(Status::unimplemented("this test does not call it"))
     }
 

@@ -101,7 +101,7 @@ impl AgentPod {
         stdin: bool,
         namespace: PidNamespace,
     ) -> Result<GuestContainer, AgentError> {
-        let PreparedContainer { spec, late_mounts, cpu_limit, response } = prepared;
+        let PreparedContainer { spec, image, late_mounts, cpu_limit, response } = prepared;
         let missing = |part| AgentError::Spec { id: id.to_owned(), source: OciSpecError::Missing { part } };
         let process = spec.process().clone().ok_or_else(|| missing("process"))?;
         let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
@@ -135,6 +135,7 @@ impl AgentPod {
             has_cgroup_namespace: namespaces.iter().any(|namespace| namespace.typ() == LinuxNamespaceType::Cgroup),
             pid_namespace: namespace,
             cgroup: path,
+            image,
             created: response,
             init,
             started: AtomicBool::new(false),

@@ -33,6 +33,8 @@ pub enum AgentError {
     Signal { signal: u32 },
     #[error("an exec needs a program")]
     NoProgram,
+    #[error("cannot run a command in the guest: the pod has no guest; its processes are on the node")]
+    NoGuest,
     #[error("container {id} has no terminal to resize")]
     NoTerminal { id: String },
     #[error("container {id} did not end within {seconds} s of being killed")]
@@ -106,9 +108,10 @@ impl Classify for AgentError {
             | AgentError::User { .. }
             | AgentError::Numbers { .. } => FailureKind::Invalid,
             AgentError::NoContainer { .. } | AgentError::NoExec { .. } => FailureKind::NotFound,
-            AgentError::NotRunning { .. } | AgentError::Killed { .. } | AgentError::NoTerminal { .. } => {
-                FailureKind::Conflict
-            }
+            AgentError::NotRunning { .. }
+            | AgentError::Killed { .. }
+            | AgentError::NoTerminal { .. }
+            | AgentError::NoGuest => FailureKind::Conflict,
             AgentError::Spec { source: spec::OciSpecError::Unsupported { .. }, .. } => FailureKind::Unsupported,
             AgentError::Spec { .. } => FailureKind::Invalid,
             AgentError::StillAlive { .. } => FailureKind::Timeout,

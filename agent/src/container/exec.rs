@@ -15,7 +15,7 @@ use super::record::{ExecEntry, GuestContainer};
 use super::spawn::StdioOptions;
 use super::spec::{PidNamespace, derive_exec_process};
 use crate::cgroup;
-use crate::zygote::{ExecCommand, ZygoteRequest};
+use crate::zygote::{ExecCommand, ExecTarget, ZygoteRequest};
 
 /// The most execs of a container that are remembered after their end.
 const MAX_ENDED_EXECS: usize = 256;
@@ -31,14 +31,26 @@ impl AgentPod {
         if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
             return Err(AgentError::NotRunning { id: options.id });
         }
-        let entry = self.exec_entry(&container, &options.exec_id);
-        let exec_id = options.exec_id.clone();
+        let (id, exec_id) = (options.id.clone(), options.exec_id.clone());
+        self.start_exec_once(&container, &id, exec_id, self.create_exec_process(&container, options)).await
+    }
+
+    /// Creates the process of an exec by `create`, unless it was created before. If SIGKILL was requested before, an exec without a
+    /// process gets none, and a new process is killed.
+    pub(super) async fn start_exec_once(
+        &self,
+        container: &GuestContainer,
+        id: &str,
+        exec_id: String,
+        create: impl Future<Output = Result<Arc<ContainerProcess>, AgentError>>,
+    ) -> Result<(), AgentError> {
+        let entry = self.exec_entry(container, &exec_id);
         let created = entry.process.get_or_try_init(|| async {
             // The client has given the exec up already, and its signal overtook this request.
             if entry.killed.load(Ordering::SeqCst) {
-                return Err(AgentError::Killed { id: options.id.clone(), exec_id: exec_id.clone() });
+                return Err(AgentError::Killed { id: id.to_owned(), exec_id: exec_id.clone() });
             }
-            self.create_exec_process(&container, options).await
+            create.await
         });
         match created.await {
             Ok(process) if entry.killed.load(Ordering::SeqCst) => {
@@ -92,8 +104,10 @@ impl AgentPod {
             process,
             seccomp: container.seccomp.clone(),
             may_be_traced: !self.find_tracers(&container.joinable_pid_namespace()).is_empty(),
-            user_namespace: self.users.is_some(),
-            cgroup_namespace: container.has_cgroup_namespace,
+            target: ExecTarget::Container {
+                user_namespace: self.users.is_some(),
+                cgroup_namespace: container.has_cgroup_namespace,
+            },
             cgroup: container.cgroup.display().to_string(),
             init_cgroup: cgroup::cgroup_of_process(container.init.pid, &container.cgroup),
             size: options.size,

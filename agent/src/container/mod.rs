@@ -1,4 +1,4 @@
-//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, abandon, update, resize, remove.
+//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, guest shell, abandon, update, resize, remove.
 //!
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes. This layer does not know gRPC.
@@ -10,6 +10,7 @@ mod create;
 pub mod devices;
 mod error;
 mod exec;
+mod guest_shell;
 pub mod image_volumes;
 pub mod limits;
 mod lock;

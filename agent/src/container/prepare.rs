@@ -6,7 +6,7 @@ use libcontainer::oci_spec::runtime::{Mount, Spec};
 use nacelle_base::share;
 use nacelle_proto::agent::EmptyDir;
 use nacelle_proto::common::CreateContainerResponse;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::cpu_limit::take_cpu_limit;
 use super::error::AgentError;
@@ -27,6 +27,8 @@ use crate::userns::UserNs;
 pub(super) struct PreparedContainer {
     /// The specification as it was written to the bundle.
     pub spec: Spec,
+    /// The mount point of the image.
+    pub image: PathBuf,
     /// The mounts at and below /dev that the zygote makes when libcontainer is done.
     pub late_mounts: Vec<Mount>,
     /// The file and value of the CPU limit, which the specification no longer has.
@@ -104,7 +106,7 @@ pub(super) fn prepare_container(
     let path = Path::new(paths::BUNDLES).join(id).join("config.json");
     let json = serde_json::to_vec(&spec).map_err(|source| in_spec(source.into()))?;
     std::fs::write(&path, json).map_err(AgentError::file("write the bundle", &path, id))?;
-    Ok(PreparedContainer { spec, late_mounts, cpu_limit, response })
+    Ok(PreparedContainer { spec, image, late_mounts, cpu_limit, response })
 }
 
 /// Finds the user of the container's processes and all their supplemental groups, and checks that the numbers are allowed.

@@ -22,6 +22,8 @@ pub(super) enum ProcessRole {
     First { kills_cgroup_on_exit: bool },
     /// A command that was started in the running container.
     Exec,
+    /// A command in the guest, alone with its children in its cgroup, which end with it.
+    GuestShell,
 }
 
 /// The first process of a container, or an exec.
@@ -34,7 +36,7 @@ pub struct ContainerProcess {
     exit: watch::Sender<Option<Exit>>,
     /// The agent's ends of the process's streams.
     pub stdio: Stdio,
-    /// The cgroup of the process's container.
+    /// The cgroup of the process's container, or of the process in the guest.
     cgroup: PathBuf,
     role: ProcessRole,
 }
@@ -63,6 +65,12 @@ impl ContainerProcess {
             Ok(Ok(exit)) => *exit,
             _ => None,
         }
+    }
+
+    /// Waits until the process has ended.
+    pub(super) async fn wait_for_exit(&self) {
+        // The sender is in this value.
+        let _ = self.exit.subscribe().wait_for(Option::is_some).await;
     }
 
     /// Sends a signal. Succeeds without effect if the process has ended.
@@ -104,11 +112,15 @@ impl ContainerProcess {
         self.kill_remaining();
     }
 
-    /// Kills what is left in the container's cgroup if no PID namespace does when its first process ends.
+    /// Kills what is left in the cgroup when this process ends, if it is that of a process in the guest, or of the first process of a
+    /// container that has no PID namespace of its own, which would do that.
     fn kill_remaining(&self) {
-        if self.role == (ProcessRole::First { kills_cgroup_on_exit: true })
-            && let Err(error) = cgroup::kill_processes(&self.cgroup)
-        {
+        let kills = match self.role {
+            ProcessRole::First { kills_cgroup_on_exit } => kills_cgroup_on_exit,
+            ProcessRole::Exec => false,
+            ProcessRole::GuestShell => true,
+        };
+        if kills && let Err(error) = cgroup::kill_processes(&self.cgroup) {
             tracing::warn!(%error, "cannot kill the remaining processes of a container");
         }
     }

@@ -22,6 +22,8 @@ pub struct GuestContainer {
     pub(super) has_cgroup_namespace: bool,
     pub(super) pid_namespace: PidNamespace,
     pub(super) cgroup: PathBuf,
+    /// The mount point of the container's image.
+    pub(super) image: PathBuf,
     /// The answer to the request that created the container, repeated for a repeated request.
     pub(super) created: CreateContainerResponse,
     pub(super) init: Arc<ContainerProcess>,

@@ -21,6 +21,10 @@ impl AgentPod {
         check_id(&id)?;
         self.with_container_lock(&id, async {
             let Ok(container) = self.find_container(&id) else { return Ok(()) };
+            // They use the container's image.
+            let shells = cgroup::container_shells_path(&id);
+            let ended = tokio::task::spawn_blocking(move || cgroup::kill_and_remove(&shells, KILL_TIMEOUT)).await?;
+            ended.map_err(AgentError::io("end the commands in the guest that use the image", &id))?;
             kill_and_wait(&id, &container.cgroup, &container.init).await?;
             let path = container.cgroup.clone();
             let (name, pod) = (id.clone(), Arc::clone(&self));

@@ -34,9 +34,9 @@ impl AgentPod {
         }
     }
 
-    /// Kills all processes of all containers, before the VM is powered off.
+    /// Kills all processes of all containers and those in the guest that were requested, before the VM is powered off.
     pub fn kill_all_containers(&self) -> io::Result<()> {
-        cgroup::kill_processes(&cgroup::pod_path())
+        cgroup::kill_processes(&cgroup::guest_shells_path()).and(cgroup::kill_processes(&cgroup::pod_path()))
     }
 }
 

@@ -55,6 +55,17 @@ fn saturate(number: u32) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
+fn exec_options(request: ExecRequest) -> ExecOptions {
+    ExecOptions {
+        id: request.id,
+        exec_id: request.exec_id,
+        args: request.args,
+        tty: request.tty,
+        stdin: request.stdin,
+        size: (saturate(request.columns), saturate(request.rows)),
+    }
+}
+
 /// Runs an operation to its end even if the client disconnects, so that none stops halfway.
 async fn run_to_end<T: Send + 'static>(
     operation: impl Future<Output = Result<T, AgentError>> + Send + 'static,
@@ -187,16 +198,15 @@ impl Agent for AgentService {
     }
 
     async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
-        let request = request.into_inner();
-        let options = ExecOptions {
-            id: request.id,
-            exec_id: request.exec_id,
-            args: request.args,
-            tty: request.tty,
-            stdin: request.stdin,
-            size: (saturate(request.columns), saturate(request.rows)),
-        };
-        run_to_end(Arc::clone(&self.pod).start_exec(options)).await?;
+        run_to_end(Arc::clone(&self.pod).start_exec(exec_options(request.into_inner()))).await?;
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn start_guest_shell(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
+        if !self.has_guest {
+            return Err(to_status(&AgentError::NoGuest));
+        }
+        run_to_end(Arc::clone(&self.pod).start_guest_shell(exec_options(request.into_inner()))).await?;
         Ok(Response::new(Empty {}))
     }
 

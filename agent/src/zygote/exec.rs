@@ -10,6 +10,9 @@
 //! The step enters the container's cgroup last: with a CPU limit of a few millicores its work would take seconds there, most of all the
 //! seccomp filter. The cgroup's device rules do not hold for it until then, so it opens no path of the container but with O_PATH, and
 //! `ptmx` of a devpts.
+//!
+//! A process in the guest takes the same path, but its step enters no container: it makes a root directory (`guest_root`), and it keeps the
+//! rights of the agent.
 
 use libcontainer::oci_spec::runtime::{Capability, LinuxCapabilities, PosixRlimitType, Process};
 use libcontainer::syscall::syscall::create_syscall;
@@ -31,7 +34,8 @@ use std::time::{Duration, Instant};
 
 use super::exec_message::{ExecMessage, ExecStage, FailedTask};
 use super::executor::{exec_error_kind, find_program, to_c_strings};
-use super::message::{ExecCommand, Refusal, RefusalKind};
+use super::guest_root::enter_guest_root;
+use super::message::{ExecCommand, ExecTarget, Refusal, RefusalKind};
 use super::process::CreatedProcess;
 use super::wire::{receive_with_descriptors, send_with_descriptors};
 use crate::rootfs::RootDir;
@@ -64,12 +68,21 @@ enum AttemptError {
     Other(Refusal),
 }
 
-/// Starts the process. `fds` are a pidfd of the container's first process, then stdin, stdout and stderr, unless it has a terminal.
+/// The descriptors of a request.
+struct ExecDescriptors {
+    /// A pidfd of the container's first process; `None` for a process in the guest.
+    container: Option<OwnedFd>,
+    /// Stdin, stdout and stderr; empty with a terminal.
+    stdio: Vec<OwnedFd>,
+}
+
+/// Starts the process. `fds` are, for a container, a pidfd of its first process, then stdin, stdout and stderr, unless it has a
+/// terminal.
 pub(super) fn start_exec(request: &ExecCommand, fds: Vec<OwnedFd>) -> Result<CreatedProcess, Refusal> {
     let mut fds = fds.into_iter();
-    let pidfd = fds.next().ok_or_else(|| Refusal::internal("enter the container", &Errno::EBADF))?;
-    let stdio: Vec<OwnedFd> = fds.collect();
-    let made = match attempt_exec(request, &pidfd, &stdio, Loader::Step) {
+    let container = if matches!(request.target, ExecTarget::Container { .. }) { fds.next() } else { None };
+    let fds = ExecDescriptors { container, stdio: fds.collect() };
+    let made = match attempt_exec(request, &fds, Loader::Step) {
         Err(AttemptError::Filtered(refusal)) if loads_with_capability(request) && request.may_be_traced => {
             let hint = "the container's seccomp profile lets no process be made once it is loaded, and a container with CAP_SYS_PTRACE \
                         could take the right to load it later; allow fork, read and setsid in the profile, or set no_new_privs";
@@ -78,7 +91,7 @@ pub(super) fn start_exec(request: &ExecCommand, fds: Vec<OwnedFd>) -> Result<Cre
         }
         Err(AttemptError::Filtered(first)) if request.seccomp.is_some() => {
             tracing::debug!(error = first.message, "a command is started again, with its filter loaded last");
-            attempt_exec(request, &pidfd, &stdio, Loader::Program)
+            attempt_exec(request, &fds, Loader::Program)
         }
         made => made,
     };
@@ -87,12 +100,7 @@ pub(super) fn start_exec(request: &ExecCommand, fds: Vec<OwnedFd>) -> Result<Cre
     })
 }
 
-fn attempt_exec(
-    request: &ExecCommand,
-    pidfd: &OwnedFd,
-    stdio: &[OwnedFd],
-    loader: Loader,
-) -> Result<CreatedProcess, AttemptError> {
+fn attempt_exec(request: &ExecCommand, fds: &ExecDescriptors, loader: Loader) -> Result<CreatedProcess, AttemptError> {
     let refused = |what, error: &dyn std::error::Error| AttemptError::Other(Refusal::internal(what, error));
     let pair = || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
     let (from_step, of_step) = pair().map_err(|error| refused("create a socket", &error))?;
@@ -100,7 +108,7 @@ fn attempt_exec(
     let step = match sys::fork().map_err(|error| AttemptError::Other(Refusal::fork_failed("fork", &error)))? {
         Some(pid) => pid,
         None => {
-            let Err((task, error)) = run_step(request, pidfd, stdio, (&of_step, of_program), loader);
+            let Err((task, error)) = run_step(request, fds, (&of_step, of_program), loader);
             send_message(&of_step, ExecMessage::Failed(task, error));
             std::process::exit(1);
         }
@@ -245,6 +253,7 @@ fn refusal_for(request: &ExecCommand, task: ExecStage, error: Errno) -> Refusal 
         ExecStage::Profile
         | ExecStage::Cgroup
         | ExecStage::Namespaces
+        | ExecStage::GuestRoot
         | ExecStage::Terminal
         | ExecStage::Stdio
         | ExecStage::Fork
@@ -270,8 +279,7 @@ fn to_errno(error: io::Error) -> Errno {
 /// Runs the step, which exits when the program's process exists; returns only if a task failed.
 fn run_step(
     request: &ExecCommand,
-    pidfd: &OwnedFd,
-    stdio: &[OwnedFd],
+    fds: &ExecDescriptors,
     (of_step, of_program): (&OwnedFd, OwnedFd),
     loader: Loader,
 ) -> Result<Infallible, FailedTask> {
@@ -284,12 +292,20 @@ fn run_step(
             .map_err(|error| (ExecStage::Profile, to_errno(error)))?;
     }
     let cgroup = TargetCgroup::open(request).map_err(|error| (ExecStage::Cgroup, to_errno(error)))?;
-    let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
-    namespaces.set(CloneFlags::CLONE_NEWCGROUP, request.cgroup_namespace);
-    namespaces.set(CloneFlags::CLONE_NEWUSER, request.user_namespace);
-    nix::sched::setns(pidfd, namespaces).map_err(|error| (ExecStage::Namespaces, error))?;
-    if request.user_namespace {
-        become_root().map_err(|error| (ExecStage::Namespaces, to_errno(error)))?;
+    match &request.target {
+        ExecTarget::Container { user_namespace, cgroup_namespace } => {
+            let pidfd = fds.container.as_ref().ok_or((ExecStage::Namespaces, Errno::EBADF))?;
+            let mut namespaces = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWPID;
+            namespaces.set(CloneFlags::CLONE_NEWCGROUP, *cgroup_namespace);
+            namespaces.set(CloneFlags::CLONE_NEWUSER, *user_namespace);
+            nix::sched::setns(pidfd, namespaces).map_err(|error| (ExecStage::Namespaces, error))?;
+            if *user_namespace {
+                become_root().map_err(|error| (ExecStage::Namespaces, to_errno(error)))?;
+            }
+        }
+        ExecTarget::Guest { image } => {
+            enter_guest_root(image).map_err(|error| (ExecStage::GuestRoot, to_errno(error)))?;
+        }
     }
     let tty = process.terminal().unwrap_or(false);
     if tty {
@@ -298,7 +314,7 @@ fn run_step(
             .map_err(|error| (ExecStage::Terminal, error))?;
         connect_stdio(&[slave]).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     } else {
-        connect_stdio(stdio).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
+        connect_stdio(&fds.stdio).map_err(|error| (ExecStage::Stdio, to_errno(error)))?;
     }
     // The program's process must not have other descriptors, such as the agent's connection or its log. The caller owns some of them,
     // but exits without dropping them.
@@ -539,8 +555,7 @@ mod tests {
             process: serde_json::from_value(process).unwrap(),
             seccomp: None,
             may_be_traced: false,
-            user_namespace: false,
-            cgroup_namespace: false,
+            target: ExecTarget::Container { user_namespace: false, cgroup_namespace: false },
             cgroup: String::new(),
             init_cgroup: None,
             size: (0, 0),

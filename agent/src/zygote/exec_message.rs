@@ -8,6 +8,7 @@ use nix::errno::Errno;
 pub(super) enum ExecStage {
     Profile,
     Namespaces,
+    GuestRoot,
     Terminal,
     Stdio,
     Limits,
@@ -24,9 +25,10 @@ pub(super) enum ExecStage {
 }
 
 impl ExecStage {
-    pub(super) const ALL: [ExecStage; 15] = [
+    pub(super) const ALL: [ExecStage; 16] = [
         ExecStage::Profile,
         ExecStage::Namespaces,
+        ExecStage::GuestRoot,
         ExecStage::Terminal,
         ExecStage::Stdio,
         ExecStage::Limits,
@@ -48,6 +50,7 @@ impl ExecStage {
             ExecStage::Profile => "set the AppArmor profile",
             ExecStage::Cgroup => "enter the container's cgroup to run",
             ExecStage::Namespaces => "enter the container's namespaces to run",
+            ExecStage::GuestRoot => "prepare a root directory in the guest for",
             ExecStage::Terminal => "open a terminal for",
             ExecStage::Stdio => "connect the streams of",
             ExecStage::Limits => "set the resource limits of",

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 pub enum ZygoteRequest {
     /// Create the container of a bundle. Descriptors: stdin, stdout, stderr (none with a terminal).
     Create(CreateCommand),
-    /// Start a process in a container. Descriptors: a pidfd of the container's first process, then stdin, stdout and stderr
-    /// (none with a terminal).
+    /// Start a process in a container or in the guest. Descriptors: for a container a pidfd of its first process, then stdin, stdout
+    /// and stderr (none with a terminal).
     Exec(Box<ExecCommand>),
     /// Start the holder of the pod's PID namespace.
     Pause {
@@ -36,7 +36,24 @@ pub struct CreateCommand {
     pub late: Vec<Mount>,
 }
 
-/// A process to start in a container.
+/// Where the process of an exec runs.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum ExecTarget {
+    /// In the namespaces of a container.
+    Container {
+        /// Whether the container is in the pod's user namespace.
+        user_namespace: bool,
+        /// Whether the container has a cgroup namespace of its own.
+        cgroup_namespace: bool,
+    },
+    /// In the agent's namespaces, but with a root directory in memory.
+    Guest {
+        /// The mount point of the image with the programs.
+        image: PathBuf,
+    },
+}
+
+/// A process to start in a container or in the guest.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ExecCommand {
     /// The program, its user and rights, and whether it has a terminal.
@@ -45,11 +62,9 @@ pub struct ExecCommand {
     pub seccomp: Option<LinuxSeccomp>,
     /// Whether a container that sees the process may trace it: then it must never have a right that its container has not.
     pub may_be_traced: bool,
-    /// Whether the container is in the pod's user namespace.
-    pub user_namespace: bool,
-    /// Whether the container has a cgroup namespace of its own.
-    pub cgroup_namespace: bool,
-    /// The container's cgroup, a path in the file system.
+    /// Where it runs.
+    pub target: ExecTarget,
+    /// The cgroup of the container, or of the process in the guest, a path in the file system.
     pub cgroup: String,
     /// The cgroup below `cgroup` with the container's first process, if the container has made cgroups of its own: then
     /// `cgroup` may hold no process.

@@ -11,6 +11,7 @@ mod error;
 mod exec;
 mod exec_message;
 mod executor;
+mod guest_root;
 mod late_mounts;
 mod message;
 mod pause;
@@ -21,5 +22,5 @@ mod wire;
 
 pub use client::Zygote;
 pub use error::ZygoteError;
-pub use message::{CreateCommand, ExecCommand, Refusal, RefusalKind, ZygoteRequest};
+pub use message::{CreateCommand, ExecCommand, ExecTarget, Refusal, RefusalKind, ZygoteRequest};
 pub use process::NewProcess;

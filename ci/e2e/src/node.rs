@@ -199,6 +199,13 @@ impl TestNode {
         run(&mut command)
     }
 
+    /// Returns a command of this node's `nacelle shell`, with its arguments.
+    pub fn shell_command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["shell", "--config"]).arg(self.directory.join("config.toml")).args(arguments);
+        command
+    }
+
     /// Runs a command of this node's `nacelle` that has to succeed, and returns its output as programs read it.
     pub fn nacelle_json(&self, arguments: &[&str]) -> Value {
         let output = self.nacelle(&[arguments, &["--output", "json"]].concat()).ok();

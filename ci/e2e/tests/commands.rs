@@ -1,12 +1,13 @@
 //! Tests the interface of `nacelle` for people and programs: formats, exit codes, errors, completions and man pages.
 
-use nacelle_e2e::run::{ProgramOutput, run_program};
-use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
+use nacelle_e2e::crictl::RunningPod;
+use nacelle_e2e::run::{ProgramOutput, run, run_program, run_with_input};
+use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 fn nacelle(arguments: &[&str]) -> ProgramOutput {
     run_program(nacelle_e2e::path_from_env("NACELLE_BIN"), arguments)
@@ -63,7 +64,12 @@ fn commands_print_json_and_yaml_and_have_exit_codes() {
         assert!(failed.code == code && failed.stderr.contains(words), "{arguments:?}: {failed:?}");
     }
     check_bundle(&node, &pod.id);
+    let shell = check_shell(&node, &pod);
     pod.remove();
+    if let Some(mut shell) = shell {
+        // It has not kept the pod from being stopped.
+        assert!(!shell.wait().expect("it is ours").success());
+    }
     let removed = node.nacelle(&["image", "remove", &image, "nosuch"]);
     assert!(removed.code == 3 && !node.nacelle(&["image", "ls"]).ok().contains("app:1"), "{removed:?}");
 
@@ -95,6 +101,80 @@ fn check_bundle(node: &TestNode, pod: &str) {
     let content = run_program("tar", ["-xzOf", &archive]).ok();
     assert!(content.contains("durationSeconds") && !content.contains("s3cret"));
     assert_eq!(node.nacelle(&["debug", "bundle", "-o", &archive]).code, 1, "an existing file is kept");
+}
+
+/// Checks `nacelle shell` with a pod whose container `main` sleeps. Returns a command that still runs.
+fn check_shell(node: &TestNode, pod: &RunningPod) -> Option<Child> {
+    let shell = |arguments: &[&str]| run_with_input(&mut node.shell_command(arguments), b"typed");
+    let in_guest = |script: &str| shell(&[&pod.id[..12], "--", "/bin/sh", "-c", script]);
+    if nacelle_e2e::node::engine() == "host" {
+        let refused = in_guest("true");
+        assert!(refused.code == 1 && refused.stderr.contains("the pod has no guest"), "{refused:?}");
+        return None;
+    }
+    let image = node.push_and_pull(&TestImage::busybox(), "app:1");
+    let bare = TestImage::busybox().with_layer(|layer| layer.add_file("bin/.wh.sh", b"", 0o644));
+    let bare = node.push_and_pull(&bare, "bare:1");
+    let second = pod.start(ContainerRequest::sh("second", &image, "touch /planted; echo up; exec sleep 1001"));
+    let bare = pod.start(ContainerRequest::new("bare", &bare, &["sleep", "1002"]));
+    second.wait_for_output("up");
+
+    // The guest's processes, mounts, interfaces and messages, and no file that a container has written.
+    let root = format!("/guest/run/nacelle/b/{}/rootfs", second.id);
+    let script = format!(
+        "cat; echo; ps -o args | grep -c '[s]leep 100[012]'; grep -c ' /run/nacelle/b/.*/rootfs overlay' /proc/1/mounts; \
+         ls {root}/planted; ls /planted; ip -o addr show eth0 | grep -c 'inet {}/'; dmesg | grep -c 'Linux version'; \
+         cat /sys/fs/cgroup/pod/{}/cgroup.procs | wc -l; grep CapEff /proc/self/status; exit 7",
+        pod.ip(),
+        bare.id
+    );
+    let output = in_guest(&script);
+    let expected = format!("typed\n3\n3\n{root}/planted\n1\n1\n1\nCapEff:\t000001ffffffffff");
+    assert_eq!((output.code, output.stdout.as_str()), (7, expected.as_str()), "{output:?}");
+    assert!(output.stderr.contains("/planted: No such file"), "{output:?}");
+    let log = node.log();
+    let event = log.lines().find(|line| line.contains("an operator runs a command in the guest"));
+    assert!(event.is_some_and(|event| event.contains(&pod.id) && event.contains("listed")), "{log}");
+
+    for (arguments, words) in [
+        (&["--container", "bare"][..], &["no \"/bin/sh\"", "container bare", "with --container"][..]),
+        (&["-c", "third"], &["no container \"third\"; it has main, wrong, second, bare"]),
+    ] {
+        let refused = shell(&[&[&*pod.id], arguments].concat());
+        assert!(refused.code == 3 && words.iter().all(|word| refused.stderr.contains(word)), "{refused:?}");
+    }
+    assert_eq!(shell(&[&pod.id, "-c", "bare", "--", "cat"]).ok(), "typed");
+
+    let size = "while [ \"$(stty size)\" != \"33 77\" ]; do sleep 0.1; done; tty; exit 3";
+    let in_terminal = node.shell_command(&[&pod.id, "--", "sh", "-c", size]);
+    let words = [in_terminal.get_program()].into_iter().chain(in_terminal.get_args());
+    let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
+    let line = format!("stty cols 77 rows 33; exec {}", quoted.join(" "));
+    let terminal = run(Command::new("script").args(["-qec", &line, "/dev/null"]));
+    assert!(terminal.code == 3 && terminal.stdout.contains("/dev/pts/"), "{terminal:?}");
+
+    // A command ends with its client, with the container whose image it uses, and with the pod; its children end with it.
+    let spawn = |arguments: &[&str]| {
+        let mut command = node.shell_command(&[&[&*pod.id], arguments].concat());
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("nacelle can be started")
+    };
+    let mut of_client = spawn(&["--", "sh", "-c", "sleep 4321 & wait"]);
+    let mut of_container = spawn(&["-c", "bare", "--", "sleep", "4322"]);
+    let of_pod = spawn(&["--", "sleep", "4323"]);
+    let running =
+        || in_guest("ps -o args | grep '^sleep 432' | sort; ls -d /sys/fs/cgroup/guest-shells/*/exec-* | wc -l").stdout;
+    let all = "sleep 4321\nsleep 4322\nsleep 4323\n4";
+    eventually("the commands run", || (running() == all).then_some(()));
+    of_client.kill().and_then(|()| of_client.wait()).expect("it is ours");
+    node.crictl.call(["rm", "--force", &bare.id]);
+    assert_eq!(of_container.wait().expect("it is ours").code(), Some(137));
+    eventually("the commands have ended", || (running() == "sleep 4323\n2").then_some(()));
+    Some(of_pod)
 }
 
 #[test]

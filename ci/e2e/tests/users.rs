@@ -3,7 +3,7 @@
 use nacelle_e2e::census::{cgroup_parent, cgroups};
 use nacelle_e2e::crictl::RunningPod;
 use nacelle_e2e::node::engine;
-use nacelle_e2e::run::run_program;
+use nacelle_e2e::run::{run, run_program};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
 use serde_json::{Value, json};
 use std::fs;
@@ -133,6 +133,11 @@ fn user_namespaces_map_container_users_to_other_users_of_the_node() {
         assert!(pids.split_whitespace().any(owned), "{pids:?}");
     } else {
         stdout_of("ip addr add 127.0.9.9/8 dev lo && hostname other");
+        // A command in the guest is outside of the user namespace, and in the network that belongs to it.
+        let script =
+            "cat /proc/self/uid_map; id -u; cat /mine; ip addr show lo | grep -c 127.0.9.9; ls /guest/run/nacelle/b";
+        let output = plain(run(&mut node.shell_command(&[&pod.id, "--", "/bin/sh", "-c", script])).ok());
+        assert_eq!(output, format!("0 0 4294967295 0 root's1 {}", one.id));
     }
     check_host_path_volumes(&pod, &image);
     let terminal =

@@ -2,7 +2,7 @@
 //! disks.
 
 use nacelle_e2e::machine::{annotated_pod, machine_container, machine_node, push_boot_image};
-use nacelle_e2e::run::{ProgramOutput, run_program};
+use nacelle_e2e::run::{ProgramOutput, run, run_program};
 use nacelle_e2e::{PodRequest, TestNode, eventually};
 use serde_json::{Value, json};
 use std::fs;
@@ -195,6 +195,11 @@ fn the_daemon_serves_console_and_vnc() {
         let command = command.args(vm_arguments(arguments, &config)).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.spawn().expect("it can be started")
     };
+    let shell = run(&mut node.shell_command(&[&pod.id]));
+    assert!(
+        shell.code == 1 && shell.stderr.contains("it is a machine pod") && shell.stderr.contains("vm console"),
+        "{shell:?}"
+    );
     let mut console = start(&["console", "db"]);
     console.stdin.as_mut().expect("it is a pipe").write_all(b"hello").expect("it is read");
     let mut heard = [0; 5];

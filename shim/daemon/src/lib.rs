@@ -14,6 +14,7 @@ mod deadline;
 pub mod fuzz;
 pub mod grpc_connection;
 mod guest_port;
+mod guest_shell;
 mod hugepages;
 pub mod lifecycle;
 pub mod log;

@@ -1,6 +1,7 @@
 //! Implements the service with which the node's commands ask the daemon for what CRI does not cover.
 
 use crate::cri::status::{refuse, status};
+use crate::guest_shell::{self, ShellEvents};
 use crate::lifecycle::Node;
 use crate::lifecycle::template::{TemplateEntry, TemplateKey, TemplateState};
 use crate::log::{LogControl, LogFilter};
@@ -8,7 +9,8 @@ use nacelle_base::{Chain, FailureKind};
 use nacelle_image::{ImageVerification, Installation, Reference};
 use nacelle_proto::node;
 use std::path::Path;
-use tonic::{Request, Response, Status};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
 
 /// The service on one node.
 pub(crate) struct NodeService {
@@ -140,6 +142,16 @@ impl node::node_server::Node for NodeService {
             tracing::info!(filter = text, "the log filter was changed");
         }
         Ok(Response::new(node::SetLogFilterResponse { filter: self.log.filter().to_string() }))
+    }
+
+    type OpenGuestShellStream = ReceiverStream<ShellEvents>;
+
+    async fn open_guest_shell(
+        &self,
+        request: Request<Streaming<node::GuestShellRequest>>,
+    ) -> Result<Response<Self::OpenGuestShellStream>, Status> {
+        let events = guest_shell::open(&self.node, request.into_inner()).await?;
+        Ok(Response::new(ReceiverStream::new(events)))
     }
 }
 

@@ -4,7 +4,7 @@ use crate::guest_port::GuestPorts;
 use crate::lifecycle::{LifecycleError, Node, Running, ask, at};
 use common::Stream;
 use nacelle_model::machine::SCREEN_PORT;
-use nacelle_pod::client::PodClient;
+use nacelle_pod::client::{PodClient, RunningExec};
 use nacelle_proto::{common, pod as proto};
 use nacelle_stream::{Attach, Exec, ProcessStreams, TerminalSize};
 use std::sync::Arc;
@@ -64,6 +64,46 @@ impl NodeStreams {
         }
     }
 
+    /// Runs a command in the guest of a pod, with the programs of the image of a container.
+    pub(crate) async fn start_guest_shell(
+        &self,
+        client: &PodClient,
+        request: proto::ExecRequest,
+    ) -> Result<ProcessStreams<LifecycleError>, LifecycleError> {
+        let (id, tty, stdin) = (request.id.clone(), request.tty, request.stdin);
+        let step = "run the command in the guest";
+        let running = ask(step, self.limit(), client.start_guest_shell(request)).await?;
+        self.connect(client, &id, running, step, [stdin, true, !tty]).await
+    }
+
+    /// Changes the size of the terminal of a process.
+    pub(crate) async fn resize_terminal(
+        &self,
+        client: &PodClient,
+        request: common::ResizeRequest,
+    ) -> Result<(), LifecycleError> {
+        ask("resize the terminal", self.limit(), client.resize(request)).await
+    }
+
+    /// Opens those of stdin, stdout and stderr of a command that are requested.
+    async fn connect(
+        &self,
+        client: &PodClient,
+        id: &str,
+        running: RunningExec,
+        step: &'static str,
+        wanted: [bool; 3],
+    ) -> Result<ProcessStreams<LifecycleError>, LifecycleError> {
+        let exec_id = running.exec_id.clone();
+        let streams = Streams { client, id, exec_id: &exec_id, limit: self.limit() };
+        let [stdin, stdout, stderr] = streams.open_all(wanted).await?;
+        let end = Box::pin(async move {
+            let code = running.wait_for_exit().await.map_err(at(step))?;
+            Ok(i32::try_from(code).unwrap_or(i32::MAX))
+        });
+        Ok(ProcessStreams { exec_id, detaches: false, stdin, stdout, stderr, end })
+    }
+
     fn limit(&self) -> Duration {
         self.node.services().request_timeout()
     }
@@ -78,15 +118,8 @@ impl nacelle_stream::StreamBackend for NodeStreams {
         let request =
             proto::ExecRequest { id: id.to_owned(), args: exec.args.clone(), tty: exec.tty, stdin: exec.stdin };
         let running = ask(step, self.limit(), client.exec(request)).await?;
-        let exec_id = running.exec_id.clone();
-        let streams = Streams { client: &client, id, exec_id: &exec_id, limit: self.limit() };
         // Output that the client does not request is read all the same, so that the command does not block on a full pipe.
-        let [stdin, stdout, stderr] = streams.open_all([exec.stdin, true, !exec.tty]).await?;
-        let end = Box::pin(async move {
-            let code = running.wait_for_exit().await.map_err(at(step))?;
-            Ok(i32::try_from(code).unwrap_or(i32::MAX))
-        });
-        Ok(ProcessStreams { exec_id, detaches: false, stdin, stdout, stderr, end })
+        self.connect(&client, id, running, step, [exec.stdin, true, !exec.tty]).await
     }
 
     async fn attach(&self, attach: &Attach) -> Result<ProcessStreams<LifecycleError>, LifecycleError> {
@@ -124,6 +157,6 @@ impl nacelle_stream::StreamBackend for NodeStreams {
             columns: size.columns.into(),
             rows: size.rows.into(),
         };
-        ask("resize the terminal", self.limit(), client.resize(request)).await
+        self.resize_terminal(&client, request).await
     }
 }

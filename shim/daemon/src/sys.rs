@@ -1,8 +1,9 @@
 //! Wraps the system and library calls for which neither nix nor std has a safe function.
-#![allow(unsafe_code)] // reason: mallopt, variables of the environment, inherited descriptors and AsyncFd.
+#![allow(unsafe_code)] // reason: mallopt, variables of the environment, inherited descriptors, the size of a terminal and AsyncFd.
 
+use nacelle_base::retry::retry_interrupted;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -37,6 +38,19 @@ pub(crate) fn take_inherited(number: i32) -> io::Result<OwnedFd> {
     // SAFETY: the descriptor is open, and nothing else in this process owns it: the caller guarantees that nothing was opened
     // yet.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// Returns the columns and rows of a terminal.
+pub(crate) fn window_size(terminal: impl AsFd) -> io::Result<(u16, u16)> {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    retry_interrupted(|| {
+        // SAFETY: TIOCGWINSZ writes one winsize, which lives longer than the call.
+        match unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    })?;
+    Ok((size.ws_col, size.ws_row))
 }
 
 /// Registers a descriptor with the async runtime for urgent data, and for what the kernel always reports: errors and the end of both

@@ -126,6 +126,10 @@ impl Agent for KeeperService {
         empty_response(self.manager.start_command(&id, exec_id, args))
     }
 
+    async fn start_guest_shell(&self, _: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
+        unsupported("run a shell in its guest", "the guest has its own console: use nacelle vm console, or exec")
+    }
+
     // A command of a machine pod is killed when its client disconnects.
     async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
         let AbandonExecRequest { id, exec_id } = request.into_inner();

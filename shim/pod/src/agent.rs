@@ -187,6 +187,13 @@ impl Agent {
         self.call("start the command", self.limit, self.rpc.clone().exec(request)).await.map(drop)
     }
 
+    /// Starts a process in the guest, with the programs of a container's image.
+    pub async fn start_guest_shell(&self, request: proto::ExecRequest) -> Result<(), PodError> {
+        self.call("start the command in the guest", self.limit, self.rpc.clone().start_guest_shell(request))
+            .await
+            .map(drop)
+    }
+
     /// Lets an exec run on without a client.
     pub async fn abandon_exec(&self, id: &str, exec_id: &str) -> Result<(), PodError> {
         let request = proto::AbandonExecRequest { id: id.to_owned(), exec_id: exec_id.to_owned() };

@@ -192,6 +192,19 @@ pub enum PodError {
         /// The container's id.
         id: String,
     },
+    /// A command cannot run in the guest: the pod has none, or it is that of a machine pod.
+    #[error(
+        "cannot run a command in the guest: {}",
+        if *has_vm {
+            "this is a machine pod, whose guest has its own console; use nacelle vm console, or exec"
+        } else {
+            "the pod has no guest; its processes are on the node"
+        }
+    )]
+    NoContainerGuest {
+        /// The pod has a VM.
+        has_vm: bool,
+    },
     /// The container's state does not allow the request.
     #[error("container {id} does not allow the request")]
     Container {
@@ -251,7 +264,10 @@ impl Classify for PodError {
             PodError::Field { .. } | PodError::MemoryOutOfRange(_) => FailureKind::Invalid,
             PodError::NoContainer { .. } => FailureKind::NotFound,
             PodError::Container { source, .. } => source.kind(),
-            PodError::Phase { .. } | PodError::OtherNetwork | PodError::ForeignProcess { .. } => FailureKind::Conflict,
+            PodError::NoContainerGuest { .. }
+            | PodError::Phase { .. }
+            | PodError::OtherNetwork
+            | PodError::ForeignProcess { .. } => FailureKind::Conflict,
             PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => FailureKind::Unavailable,
             PodError::Task(error) => error.kind(),
             PodError::Thread { .. } => FailureKind::Exhausted,

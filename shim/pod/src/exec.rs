@@ -1,5 +1,6 @@
 //! Runs commands in containers: to their end with their output in memory, or with streams that the client connects. When its caller no
-//! longer waits, a command of the first kind is killed, and one of the second kind runs on in the guest by itself.
+//! longer waits, a command of the first kind is killed, and one of the second kind runs on in the guest by itself, unless it runs in the
+//! guest itself, for an operator.
 
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
@@ -17,30 +18,38 @@ use tonic::Status;
 const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
 
+/// Where a command runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommandPlace {
+    /// In a container. It outlives its client.
+    Container,
+    /// In the guest, outside of all containers. It is killed with its client.
+    Guest,
+}
+
 /// A running command. Dropping this value kills the command, unless it has ended or was abandoned.
 pub struct ExecProcess {
     agent: Agent,
     id: String,
     exec_id: String,
+    place: CommandPlace,
     /// The command has ended, or runs on by itself.
     is_released: bool,
 }
 
 impl ExecProcess {
     /// Starts a command.
-    pub async fn start(
-        agent: Agent,
-        id: String,
-        args: Vec<String>,
-        tty: bool,
-        stdin: bool,
-    ) -> Result<ExecProcess, PodError> {
+    pub async fn start(agent: Agent, place: CommandPlace, request: pod::ExecRequest) -> Result<ExecProcess, PodError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let exec_id = format!("exec-{}", NEXT_ID.fetch_add(1, Ordering::Relaxed));
+        let pod::ExecRequest { id, args, tty, stdin } = request;
         let request =
             proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
-        let running = ExecProcess { agent, id, exec_id, is_released: false };
-        running.agent.exec(request).await?;
+        let running = ExecProcess { agent, id, exec_id, place, is_released: false };
+        match place {
+            CommandPlace::Container => running.agent.exec(request).await?,
+            CommandPlace::Guest => running.agent.start_guest_shell(request).await?,
+        }
         Ok(running)
     }
 
@@ -59,12 +68,15 @@ impl ExecProcess {
         }
     }
 
-    /// Waits for the end of the command and reports it. If the receiver is gone, the command runs on without a client; this process
-    /// keeps nothing of it.
+    /// Waits for the end of the command and reports it. If the receiver is gone, a command in a container runs on without a client, and
+    /// this process keeps nothing of it; one in the guest is killed.
     pub async fn forward_exit(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
         let ended = tokio::select! {
             ended = self.wait_for_exit() => ended,
-            () = events.closed() => return self.abandon().await,
+            () = events.closed() => match self.place {
+                CommandPlace::Container => return self.abandon().await,
+                CommandPlace::Guest => return,
+            },
         };
         let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Exited(exit.code)) });
         // The client may have disconnected.
@@ -116,7 +128,8 @@ async fn run_without_limit(
     request: pod::ExecSyncRequest,
 ) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let id = request.id;
-    let mut running = ExecProcess::start(agent.clone(), id.clone(), request.args, false, false).await?;
+    let exec = pod::ExecRequest { id: id.clone(), args: request.args, tty: false, stdin: false };
+    let mut running = ExecProcess::start(agent.clone(), CommandPlace::Container, exec).await?;
     let (stdout, stderr) = tokio::try_join!(
         agent.open_stream(&id, &running.exec_id, common::Stream::Stdout),
         agent.open_stream(&id, &running.exec_id, common::Stream::Stderr),

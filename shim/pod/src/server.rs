@@ -2,8 +2,9 @@
 //! actor into one response.
 
 use crate::actor::{ActorHandles, ActorMessage, ActorRequest, ContainerHandle, Reply};
+use crate::agent::Agent;
 use crate::error::PodError;
-use crate::exec::ExecProcess;
+use crate::exec::{CommandPlace, ExecProcess};
 use crate::guest_values::{Bounded, StatisticsBounds};
 use crate::memory::{self, MemoryResizer, RunningVm};
 use crate::record::SavedPodState;
@@ -52,6 +53,25 @@ impl PodService {
     ) -> Result<Response<common::Empty>, Status> {
         self.call(request).await.map(|_| Response::new(common::Empty {}))
     }
+}
+
+/// The start and the end of a command.
+type CommandEvents = ReceiverStream<Result<proto::ExecEvent, Status>>;
+
+/// Starts a command and reports its start and its end.
+async fn start_command(
+    agent: Agent,
+    place: CommandPlace,
+    request: proto::ExecRequest,
+) -> Result<Response<CommandEvents>, Status> {
+    let started = ExecProcess::start(agent, place, request).await;
+    let process = started.map_err(|error| crate::codes::status(&error))?;
+    let (events, receiver) = mpsc::channel(2);
+    let began = proto::exec_event::Event::Started(process.exec_id().to_owned());
+    // The channel has room, and its receiver is in this function.
+    let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
+    tokio::spawn(process.forward_exit(events));
+    Ok(Response::new(ReceiverStream::new(receiver)))
 }
 
 fn millis(count: u32) -> Duration {
@@ -116,20 +136,27 @@ impl Pod for PodService {
         self.call_for_guest_value(|reply| ActorRequest::ExecSync(request.into_inner(), reply)).await
     }
 
-    type ExecStream = ReceiverStream<Result<proto::ExecEvent, Status>>;
+    type ExecStream = CommandEvents;
 
     async fn exec(&self, request: Request<proto::ExecRequest>) -> Result<Response<Self::ExecStream>, Status> {
-        let proto::ExecRequest { id, args, tty, stdin } = request.into_inner();
+        let request = request.into_inner();
         let ContainerHandle { agent, .. } =
-            self.call(|reply| ActorRequest::GetContainer(id.clone(), reply)).await?.into_inner();
-        let started = ExecProcess::start(agent, id, args, tty, stdin).await;
-        let process = started.map_err(|error| crate::codes::status(&error))?;
-        let (events, receiver) = mpsc::channel(2);
-        let began = proto::exec_event::Event::Started(process.exec_id().to_owned());
-        // The channel has room, and its receiver is in this function.
-        let _ = events.try_send(Ok(proto::ExecEvent { event: Some(began) }));
-        tokio::spawn(process.forward_exit(events));
-        Ok(Response::new(ReceiverStream::new(receiver)))
+            self.call(|reply| ActorRequest::GetContainer(request.id.clone(), reply)).await?.into_inner();
+        start_command(agent, CommandPlace::Container, request).await
+    }
+
+    type StartGuestShellStream = CommandEvents;
+
+    async fn start_guest_shell(
+        &self,
+        request: Request<proto::ExecRequest>,
+    ) -> Result<Response<Self::StartGuestShellStream>, Status> {
+        if !self.spec.engine.has_disks() {
+            return Err(crate::codes::status(&PodError::NoContainerGuest { has_vm: self.spec.engine.has_vm() }));
+        }
+        let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
+        // The agent knows whether the container exists.
+        start_command(agent, CommandPlace::Guest, request.into_inner()).await
     }
 
     async fn update_container(
@@ -171,8 +198,11 @@ impl Pod for PodService {
 
     async fn resize(&self, request: Request<common::ResizeRequest>) -> Result<Response<common::Empty>, Status> {
         let request = request.into_inner();
-        let ContainerHandle { agent, .. } =
-            self.call(|reply| ActorRequest::GetContainer(request.id.clone(), reply)).await?.into_inner();
+        let agent = match request.exec_id.is_empty() {
+            true => self.call(|reply| ActorRequest::GetContainer(request.id.clone(), reply)).await?.into_inner().agent,
+            // A command may run in the guest when its container has exited. The agent knows it.
+            false => self.call(ActorRequest::GetAgent).await?.into_inner(),
+        };
         let resized = agent.resize(request).await;
         resized.map_err(|error| crate::codes::status(&error))?;
         Ok(Response::new(common::Empty {}))

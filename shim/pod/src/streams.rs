@@ -167,13 +167,20 @@ async fn connect_target(
             agent.open_async_stream(agent::StreamOpen { stream, port, ..Default::default() }).await?,
         ));
     }
+    let is_container = exec_id.is_empty();
+    if !is_container && matches!(kind, common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr) {
+        // A command may run in the guest when its container has exited. The agent knows it.
+        let agent = call_actor(inbox, ActorRequest::GetAgent).await?;
+        return Ok(StreamTarget::Guest(
+            agent.open_async_stream(agent::StreamOpen { id, exec_id, stream, ..Default::default() }).await?,
+        ));
+    }
     let ContainerHandle { agent, request, outputs } =
         call_actor(inbox, |reply| ActorRequest::GetContainer(id.clone(), reply)).await?;
-    let is_container = exec_id.is_empty();
     match kind {
-        common::Stream::Stdout if is_container => return Ok(StreamTarget::Output(outputs.stdout)),
-        common::Stream::Stderr if is_container => return Ok(StreamTarget::Output(outputs.stderr)),
-        common::Stream::Stdin | common::Stream::Stdout | common::Stream::Stderr => {}
+        common::Stream::Stdout => return Ok(StreamTarget::Output(outputs.stdout)),
+        common::Stream::Stderr => return Ok(StreamTarget::Output(outputs.stderr)),
+        common::Stream::Stdin => {}
         common::Stream::Port
         | common::Stream::Device
         | common::Stream::Log
@@ -186,8 +193,8 @@ async fn connect_target(
         }
     }
     // A container's input stays open after a client detaches, unless `stdin_once` is set.
-    let keep_open = is_container && !request.stdin_once;
+    let keep_open = !request.stdin_once;
     Ok(StreamTarget::Guest(
-        agent.open_async_stream(agent::StreamOpen { id, exec_id, stream, keep_open, ..Default::default() }).await?,
+        agent.open_async_stream(agent::StreamOpen { id, stream, keep_open, ..Default::default() }).await?,
     ))
 }

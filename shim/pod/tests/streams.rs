@@ -74,6 +74,31 @@ async fn an_abandoned_command_is_left_to_the_agent() {
     fixture.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_in_the_guest_is_killed_when_its_client_disconnects() {
+    let (fixture, client) = PodFixture::ready().await;
+    // The container has exited; its image still has the programs.
+    fixture.run(&client, "c", "exit:1").await;
+    common::exited(&client, "c").await;
+    let exec = client.start_guest_shell(command("c", "cat;exit:7")).await.unwrap();
+    assert_eq!(fixture.agent.calls_of("start_guest_shell"), 1);
+    let mut stdin = open(&client, &exec.exec_id, Stream::Stdin).await;
+    let mut stdout = open(&client, &exec.exec_id, Stream::Stdout).await;
+    stdin.write_all(b"typed").await.unwrap();
+    assert_eq!(text(&mut stdout, 5).await, "typed");
+    stdin.shutdown().await.unwrap();
+    assert_eq!(exec.wait_for_exit().await.unwrap(), 7);
+    drop(client.start_guest_shell(command("c", "stubborn")).await.unwrap());
+    let deadline = Instant::now() + LIMIT;
+    while fixture.agent.calls_of("signal 9") == 0 {
+        assert!(Instant::now() < deadline, "it was not killed");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert_eq!(fixture.agent.calls_of("abandon_exec"), 0);
+    client.stop(GRACE).await.unwrap();
+    fixture.end().await;
+}
+
 async fn text(stream: &mut UnixStream, length: usize) -> String {
     let mut bytes = vec![0; length];
     tokio::time::timeout(LIMIT, stream.read_exact(&mut bytes)).await.unwrap().unwrap();

@@ -23,10 +23,12 @@ pub(super) enum ExitStatus {
     Unreachable,
     /// The reader of standard output is gone: the code that a shell reports for a program that SIGPIPE has ended.
     OutputClosed,
+    /// A command in a guest has ended with this code.
+    Command(u8),
 }
 
 impl ExitStatus {
-    /// All codes with their meanings, for the help and the documentation.
+    /// All codes of `nacelle` itself with their meanings, for the help and the documentation.
     pub(super) const ALL: [(ExitStatus, &'static str); 7] = [
         (ExitStatus::Success, "success"),
         (ExitStatus::Failure, "the command failed, or found a problem"),
@@ -47,6 +49,7 @@ impl ExitStatus {
             ExitStatus::Denied => 4,
             ExitStatus::Unreachable => 5,
             ExitStatus::OutputClosed => 141,
+            ExitStatus::Command(code) => code,
         }
     }
 

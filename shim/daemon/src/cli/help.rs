@@ -24,6 +24,14 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("image rm", &["nacelle image rm registry.example/app:1"]),
     ("image verify", &["nacelle image verify", "nacelle image verify --repair registry.example/app:1"]),
     ("pods", &["nacelle pods", "nacelle pods -o yaml", "nacelle pods --timeline 3f2a91c0d4e5"]),
+    (
+        "shell",
+        &[
+            "nacelle shell 3f2a91c0d4e5",
+            "nacelle shell 3f2a91c0d4e5 --container debugger -- ip addr",
+            "nacelle shell 3f2a91c0d4e5 -- cat /proc/1/mounts",
+        ],
+    ),
     ("top", &["nacelle top", "nacelle top --interval 5s", "nacelle top --once -o json"]),
     ("templates", &["nacelle templates ls", "nacelle templates build"]),
     ("templates ls", &["nacelle templates ls"]),
@@ -152,6 +160,7 @@ pub(super) mod tests {
         "config default",
         "debug bundle",
         "image rm",
+        "shell",
         "vm convert",
         "vm schema",
         "vm start",

@@ -25,9 +25,11 @@ mod owed_deletes;
 mod pods;
 mod progress;
 mod serve;
+mod shell;
 mod store;
 mod table;
 mod templates;
+mod terminal;
 mod timeline;
 mod top;
 mod units;
@@ -99,6 +101,13 @@ enum Command {
         /// Draws how long each step of the start of this pod and its containers took.
         #[arg(long, value_name = "ID")]
         timeline: Option<String>,
+    },
+    /// Runs a command, by default a shell, in the guest of a pod: next to its containers, with all rights in the guest.
+    Shell {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(flatten)]
+        arguments: shell::ShellArguments,
     },
     /// Shows the CPU time and the memory that pods use at the moment; on a terminal again and again.
     Top {
@@ -207,6 +216,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitStatus> {
         Command::Image { config, command } => image::run(config.load()?, command),
         Command::Pods { config, output, timeline: None } => pods::run(&config.load()?, output),
         Command::Pods { config, output, timeline: Some(pod) } => timeline::run(&config.load()?, pod, output),
+        Command::Shell { config, arguments } => shell::run(&config.load()?, arguments),
         Command::Top { config, arguments } => top::run(&config.load()?, &arguments),
         Command::Templates { config, command } => templates::run(&config.load()?, command),
         Command::Vm { config, command } => vm::run(&config, command),

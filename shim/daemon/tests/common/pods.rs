@@ -421,6 +421,12 @@ impl proto::pod_server::Pod for Service {
         Err(Status::unavailable("these pods have no streams"))
     }
 
+    type StartGuestShellStream = tokio_stream::Empty<Result<proto::ExecEvent, Status>>;
+
+    async fn start_guest_shell(&self, _: Request<proto::ExecRequest>) -> Answer<Self::StartGuestShellStream> {
+        Err(Status::unavailable("these pods have no streams"))
+    }
+
     async fn resize(&self, _: Request<common::ResizeRequest>) -> Answer<common::Empty> {
         Err(Status::unavailable("these pods have no terminals"))
     }

@@ -18,7 +18,18 @@ impl PodClient {
     /// Starts a command in a container; [`PodClient::open_stream`] opens its streams.
     pub async fn exec(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
         let started = self.call(PodRpc::Exec, request, |mut rpc, request| async move { rpc.exec(request).await });
-        let mut events = started.await?;
+        self.running_exec(started.await?).await
+    }
+
+    /// Starts a command in the guest, with the programs of the container's image. It is killed when the result is dropped.
+    pub async fn start_guest_shell(&self, request: proto::ExecRequest) -> Result<RunningExec, ClientError> {
+        let started = self.call(PodRpc::StartGuestShell, request, |mut rpc, request| async move {
+            rpc.start_guest_shell(request).await
+        });
+        self.running_exec(started.await?).await
+    }
+
+    async fn running_exec(&self, mut events: tonic::Streaming<proto::ExecEvent>) -> Result<RunningExec, ClientError> {
         let first = match events.message().await {
             Ok(first) => first,
             Err(status) => return Err(self.explain(status).await),
@@ -93,7 +104,7 @@ pub struct Offer {
     _stream: UnixStream,
 }
 
-/// A running command. Dropping this value leaves the command to itself; it is killed if not all of its streams were opened.
+/// A running command. Dropping this value leaves a command in a container to itself; it is killed if not all of its streams were opened.
 #[derive(Debug)]
 pub struct RunningExec {
     /// The id of the exec in its container.

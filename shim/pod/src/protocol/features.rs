@@ -9,16 +9,19 @@ pub enum PodFeature {
     ApparmorProfiles,
     /// A command of Exec runs on when its client disconnects; no request needs this.
     DetachedExec,
+    /// Commands run in the guest itself, for an operator.
+    GuestShell,
     /// Containers connect to sockets of the node.
     SocketVolumes,
 }
 
 impl PodFeature {
     /// All features.
-    pub const ALL: [PodFeature; 4] = [
+    pub const ALL: [PodFeature; 5] = [
         PodFeature::AnonymousVolumes,
         PodFeature::ApparmorProfiles,
         PodFeature::DetachedExec,
+        PodFeature::GuestShell,
         PodFeature::SocketVolumes,
     ];
 
@@ -28,6 +31,7 @@ impl PodFeature {
             PodFeature::AnonymousVolumes => "anonymous-volumes",
             PodFeature::ApparmorProfiles => "apparmor-profiles",
             PodFeature::DetachedExec => "detached-exec",
+            PodFeature::GuestShell => "guest-shell",
             PodFeature::SocketVolumes => "socket-volumes",
         }
     }
@@ -38,6 +42,7 @@ impl PodFeature {
             PodFeature::AnonymousVolumes => "volumes that the image of a container declares",
             PodFeature::ApparmorProfiles => "AppArmor profiles of containers",
             PodFeature::DetachedExec => "commands that outlive their client",
+            PodFeature::GuestShell => "commands in the guest",
             PodFeature::SocketVolumes => "volumes of which a container sees the sockets",
         }
     }
@@ -50,6 +55,7 @@ impl PodFeature {
             | PodFeature::ApparmorProfiles
             | PodFeature::DetachedExec
             | PodFeature::SocketVolumes => 1,
+            PodFeature::GuestShell => 2,
         }
     }
 
@@ -77,6 +83,11 @@ impl PodFeatureSet {
         1 << feature as u32
     }
 
+    /// Returns the set of this feature alone.
+    pub const fn only(feature: PodFeature) -> PodFeatureSet {
+        PodFeatureSet(PodFeatureSet::bit(feature))
+    }
+
     /// Returns whether the set contains the feature.
     pub const fn contains(self, feature: PodFeature) -> bool {
         self.0 & PodFeatureSet::bit(feature) != 0
@@ -102,7 +113,7 @@ impl PodFeatureSet {
 
 impl From<PodFeature> for PodFeatureSet {
     fn from(feature: PodFeature) -> Self {
-        PodFeatureSet(PodFeatureSet::bit(feature))
+        PodFeatureSet::only(feature)
     }
 }
 

@@ -21,6 +21,7 @@ pub(crate) enum PodRpc {
     RemoveContainer,
     ExecSync,
     Exec,
+    StartGuestShell,
     UpdateContainer,
     SetProcessors,
     SetMemory,
@@ -48,6 +49,7 @@ impl PodRpc {
             | PodRpc::Resize
             | PodRpc::Stats
             | PodRpc::Stop => BASE,
+            PodRpc::StartGuestShell => PodFeatureSet::only(PodFeature::GuestShell),
         }
     }
 }
@@ -207,6 +209,8 @@ mod tests {
             PodFeature::ApparmorProfiles => None,
             // It is a property of the process.
             PodFeature::DetachedExec => None,
+            // It is an RPC.
+            PodFeature::GuestShell => None,
         }
     }
 
@@ -237,6 +241,7 @@ mod tests {
             RemoveContainer,
             ExecSync,
             Exec,
+            StartGuestShell,
             UpdateContainer,
             SetProcessors,
             SetMemory,
@@ -247,6 +252,20 @@ mod tests {
         let rpcs = PROTO.lines().filter_map(|line| line.trim_start().strip_prefix("rpc ")?.split('(').next());
         let listed: Vec<_> = std::iter::once("Hello".to_owned()).chain(table.map(|rpc| format!("{rpc:?}"))).collect();
         assert_eq!(rpcs.collect::<Vec<_>>(), listed);
-        assert!(table.into_iter().all(|rpc| rpc.needed() == BASE), "an RPC with a feature needs a test of its refusal");
+        for rpc in table.into_iter().filter(|rpc| rpc.needed() != BASE) {
+            assert_eq!(rpc, StartGuestShell, "an RPC with a feature needs a test of its refusal");
+        }
+    }
+
+    #[test]
+    fn a_command_in_the_guest_is_refused_by_a_peer_that_would_not_know_it() {
+        let everything: PodFeatureSet = PodFeature::ALL.into_iter().collect();
+        let needed = PodRpc::StartGuestShell.needed();
+        let text = PodPeer::before_hello(everything.without(needed)).require(needed).unwrap_err().to_string();
+        assert!(
+            text.contains("lacks the feature guest-shell, which commands in the guest need; replace the pod"),
+            "{text}"
+        );
+        assert_eq!(PodPeer::before_hello(PodFeature::GuestShell.into()).require(needed), Ok(()));
     }
 }

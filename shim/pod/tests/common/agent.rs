@@ -330,6 +330,11 @@ impl Agent for Service {
         empty()
     }
 
+    async fn start_guest_shell(&self, request: Request<proto::ExecRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("start_guest_shell").await?;
+        self.exec(request).await
+    }
+
     async fn update_container(&self, request: Request<common::UpdateContainerRequest>) -> RpcResult<common::Empty> {
         let request = request.into_inner();
         match request.limits.first() {

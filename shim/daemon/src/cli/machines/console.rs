@@ -2,10 +2,10 @@
 
 use super::{VmClient, output_error, print, status_error};
 use crate::cli::output::warn;
+use crate::cli::terminal::RawTerminal;
 use anyhow::Context;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::vm;
-use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use std::io::{self, IsTerminal, Read};
 use std::net::SocketAddr;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -20,26 +20,6 @@ const ESCAPE: u8 = 0x1d;
 const CHUNK: usize = 4096;
 /// The largest number of queued messages.
 const QUEUE: usize = 4;
-
-/// Restores the terminal's attributes on drop.
-struct RawTerminal(Termios);
-
-impl RawTerminal {
-    fn enter() -> anyhow::Result<RawTerminal> {
-        let before = tcgetattr(std::io::stdin()).context("cannot read the attributes of the terminal")?;
-        let mut raw = before.clone();
-        cfmakeraw(&mut raw);
-        tcsetattr(std::io::stdin(), SetArg::TCSANOW, &raw).context("cannot set the attributes of the terminal")?;
-        Ok(RawTerminal(before))
-    }
-}
-
-impl Drop for RawTerminal {
-    fn drop(&mut self) {
-        // Errors are ignored: a terminal that is gone needs no reset.
-        let _ = tcsetattr(std::io::stdin(), SetArg::TCSANOW, &self.0);
-    }
-}
 
 /// Connects this terminal, or standard input and output, to a VM's console, until the VM's process ends or the user leaves.
 pub(super) async fn attach_terminal(mut client: VmClient, machine: vm::MachineRef) -> anyhow::Result<()> {
