@@ -74,6 +74,10 @@ impl From<std::io::ErrorKind> for FailureKind {
             Io::NotFound => FailureKind::NotFound,
             Io::AlreadyExists => FailureKind::AlreadyExists,
             Io::StorageFull | Io::QuotaExceeded | Io::FileTooLarge => FailureKind::Exhausted,
+            // The node's files are not as the daemon needs them; the operator corrects that.
+            Io::ReadOnlyFilesystem | Io::PermissionDenied | Io::NotADirectory | Io::IsADirectory => {
+                FailureKind::Conflict
+            }
             Io::TimedOut => FailureKind::Timeout,
             Io::ConnectionRefused | Io::ConnectionReset | Io::NotConnected | Io::BrokenPipe => FailureKind::Unavailable,
             _ => FailureKind::Internal,

@@ -1,7 +1,7 @@
 //! Writes files atomically, and re-exports the removal of files and the error of file operations.
 
 use crate::draft::Draft;
-pub use crate::file_error::{FileError, at};
+pub use crate::file_error::{FileError, at, disk_advice};
 pub use crate::removal::{remove_if_there, remove_tree_if_there};
 use std::io::Write;
 use std::path::Path;
