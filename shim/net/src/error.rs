@@ -1,6 +1,7 @@
 //! Defines the errors outside of CNI, and their classification for callers.
 
 use crate::cni::CniError;
+use nacelle_base::files::disk_advice;
 use nacelle_base::task::TaskError;
 use nacelle_base::{Classify, FailureKind};
 use std::io;
@@ -10,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
     /// A step on a network namespace failed.
-    #[error("cannot {what} the network namespace {path}", path = path.display())]
+    #[error("cannot {what} the network namespace {path}{advice}", path = path.display(), advice = disk_advice(source))]
     Netns {
         /// The step: "create", "open", "enter", "remove", "list".
         what: &'static str,

@@ -78,8 +78,9 @@ impl NetworkList {
 
     /// Validates a configuration list.
     pub fn from_list(what: &str, mut list: Map<String, Value>) -> Result<NetworkList, CniError> {
-        let Some(Value::Array(plugins)) = list.remove("plugins") else {
-            return Err(field(what, "plugins", &Value::Null, "a list of plugins is expected"));
+        let plugins = match list.remove("plugins").unwrap_or_default() {
+            Value::Array(plugins) => plugins,
+            other => return Err(field(what, "plugins", &other, "a list of plugins is expected")),
         };
         if !(1..=MAX_PLUGINS).contains(&plugins.len()) {
             return Err(field(what, "plugins", &json!(plugins.len()), "1 to 32 plugins are expected"));

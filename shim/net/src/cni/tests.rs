@@ -44,6 +44,22 @@ fn the_first_file_in_lexical_order_counts() {
 }
 
 #[test]
+fn a_configuration_of_another_type_is_named_with_what_it_has() {
+    let directory = tempfile::tempdir().unwrap();
+    for (text, expected) in [
+        ("[]", "is not what CNI expects"),
+        ("null", "is not what CNI expects"),
+        (r#"{"cniVersion":"1.0.0","name":"n"}"#, "plugins: \"null\" is not allowed"),
+        (r#"{"cniVersion":"1.0.0","name":"n","plugins":"bridge"}"#, "bridge"),
+        (r#"{"cniVersion":"1.0.0","name":"n","plugins":{"type":"bridge"}}"#, "bridge"),
+    ] {
+        fs::write(directory.path().join("10.conflist"), text).unwrap();
+        let error = NetworkList::load(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("10.conflist") && error.contains(expected), "{text}: {error}");
+    }
+}
+
+#[test]
 fn plugins_in_the_directory_of_a_list_are_appended() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(directory.path().join(name), text).unwrap();
