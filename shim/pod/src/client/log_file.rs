@@ -3,17 +3,43 @@
 
 use super::{ClientError, PodClient};
 use nacelle_base::files::{FileError, at};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::{common, pod as proto};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 use std::fs::File;
 use std::io;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
+
+/// A log file that cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the log file {path} cannot be opened; its directory must be writable and have no symbolic links below kubelet's, and the file must be a regular one", path = path.display()
+)]
+pub struct LogFileError {
+    /// The path of the log file.
+    pub path: PathBuf,
+    /// The reason.
+    pub source: FileError,
+}
+
+impl Classify for LogFileError {
+    fn kind(&self) -> FailureKind {
+        match self.source.kind() {
+            FailureKind::Internal if self.source.source.raw_os_error() != Some(libc::EIO) => FailureKind::Conflict,
+            kind => kind,
+        }
+    }
+}
 
 /// Opens the log file `path` for appending. Creates the file and missing directories. `directory` and what is below it must not be symbolic
 /// links, and the file must be a regular one. Blocks.
-pub fn open_log(directory: &Path, path: &Path) -> Result<File, FileError> {
+pub fn open_log(directory: &Path, path: &Path) -> Result<File, LogFileError> {
+    open_below(directory, path).map_err(|source| LogFileError { path: path.to_owned(), source })
+}
+
+fn open_below(directory: &Path, path: &Path) -> Result<File, FileError> {
     let outside = || {
         let why = format!("it is not below the pod's log directory {}", directory.display());
         at("log to", path)(io::Error::new(io::ErrorKind::InvalidInput, why))
@@ -61,7 +87,6 @@ impl PodClient {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::PathBuf;
 
     #[test]
     fn the_path_must_stay_below_the_directory() {
@@ -69,7 +94,9 @@ mod tests {
         let directory = world.path().join("a");
         for bad in ["b/0.log", "a/../b", "a", "a/c/..", ""] {
             let path = if bad.is_empty() { PathBuf::from("0.log") } else { world.path().join(bad) };
-            assert_eq!(open_log(&directory, &path).unwrap_err().source.kind(), io::ErrorKind::InvalidInput, "{bad}");
+            let error = open_log(&directory, &path).unwrap_err();
+            assert_eq!(error.source.source.kind(), io::ErrorKind::InvalidInput, "{bad}");
+            assert_eq!(error.kind(), FailureKind::Conflict, "{bad}");
         }
         assert!(!directory.exists(), "nothing was created");
         open_log(&directory, &directory.join("c/0.log")).unwrap();
@@ -84,7 +111,7 @@ mod tests {
         std::os::unix::fs::symlink(world.path(), logs.join("directory")).unwrap();
         std::os::unix::fs::symlink(world.path().join("victim"), logs.join("file.log")).unwrap();
         for name in ["directory/x.log", "file.log"] {
-            assert!(open_log(&logs, &logs.join(name)).is_err());
+            assert_eq!(open_log(&logs, &logs.join(name)).unwrap_err().kind(), FailureKind::Conflict);
         }
         let link = world.path().join("link");
         std::os::unix::fs::symlink(world.path(), &link).unwrap();
@@ -92,6 +119,6 @@ mod tests {
         assert!(!world.path().join("victim").exists() && !world.path().join("x.log").exists());
         nix::unistd::mkfifo(&logs.join("fifo"), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let _reader = nix::fcntl::open(&logs.join("fifo"), OFlag::O_RDONLY | OFlag::O_NONBLOCK, Mode::empty()).unwrap();
-        assert_eq!(open_log(&logs, &logs.join("fifo")).unwrap_err().source.kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(open_log(&logs, &logs.join("fifo")).unwrap_err().source.source.kind(), io::ErrorKind::InvalidInput);
     }
 }

@@ -17,7 +17,7 @@ mod unrecorded;
 pub use changes::PodStateChanges;
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
-pub use log_file::open_log;
+pub use log_file::{LogFileError, open_log};
 pub use spawn::{LOG_FILE, spawn};
 pub use streams::{Offer, RunningExec};
 pub use template::build_template;

@@ -15,7 +15,7 @@ use nacelle_model::state::InvalidTransition;
 use nacelle_net::NetError;
 use nacelle_pod::MountNamespaceError;
 use nacelle_pod::affinity::AffinityError;
-use nacelle_pod::client::ClientError;
+use nacelle_pod::client::{ClientError, LogFileError};
 use nacelle_pod::scratch::ScratchError;
 use nacelle_pod::share::VolumesError;
 use nacelle_store::StoreError;
@@ -428,6 +428,9 @@ pub enum StepError {
     /// A file operation failed.
     #[error(transparent)]
     File(#[from] Arc<FileError>),
+    /// The log file of a container cannot be opened.
+    #[error(transparent)]
+    LogFile(#[from] Arc<LogFileError>),
     /// The volumes of the node failed.
     #[error(transparent)]
     Volumes(#[from] Arc<VolumesError>),
@@ -463,7 +466,7 @@ macro_rules! from {
         }
     )*};
 }
-from!(ClientError => Pod, BootFileError => BootFile, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
+from!(ClientError => Pod, BootFileError => BootFile, NetError => Net, ImageError => Image, StoreError => Store, FileError => File, LogFileError => LogFile, OciError => Oci, VolumesError => Volumes, AffinityError => Processors, ScratchError => Disk, SourceError => Source, VmError => Vm, OwnKernelError => Kernel, MountNamespaceError => Owners);
 
 /// Returns a closure that adds the failed step to an error: `.map_err(at("start the machine"))`.
 pub fn at<E: Into<StepError>>(step: &'static str) -> impl FnOnce(E) -> LifecycleError {
@@ -485,6 +488,7 @@ impl Classify for StepError {
             StepError::Image(error) => error.kind(),
             StepError::Store(error) => error.kind(),
             StepError::File(error) => error.kind(),
+            StepError::LogFile(error) => error.kind(),
             StepError::Oci(error) => error.kind(),
             StepError::Disk(error) => error.kind(),
             StepError::Volumes(error) => error.kind(),
