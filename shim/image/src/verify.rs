@@ -413,6 +413,13 @@ fn unreadable_file(error: FileError) -> DamagedFile {
     DamagedFile { path: error.path, damage: FileDamage::Unreadable { why: error.source.to_string() } }
 }
 
+/// Returns the time until the next verification in the background; `None` if it is due. `verified` is the time of the last one, both
+/// times in seconds since 1970. A last one in the future was before the clock was set back, and nothing is known of its age.
+fn time_until_due(verified: Option<u64>, now: u64, interval: Duration) -> Option<Duration> {
+    let age = now.checked_sub(verified?)?;
+    interval.checked_sub(Duration::from_secs(age)).filter(|left| !left.is_zero())
+}
+
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -517,9 +524,7 @@ impl ImageStore {
     pub async fn verify_periodically(&self, interval: Duration) {
         tokio::time::sleep(interval.min(START_DELAY)).await;
         loop {
-            let since = self.shared.damage.verified().map(|verified| now().saturating_sub(verified));
-            let left = since.and_then(|since| interval.checked_sub(Duration::from_secs(since)));
-            if let Some(left) = left.filter(|left| !left.is_zero()) {
+            if let Some(left) = time_until_due(self.shared.damage.verified(), now(), interval) {
                 // The wall clock may be set meanwhile.
                 tokio::time::sleep(left.clamp(Duration::from_secs(1), Duration::from_secs(3600))).await;
                 continue;

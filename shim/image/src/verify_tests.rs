@@ -109,3 +109,13 @@ fn a_damaged_layer_is_removed_only_while_it_is_damaged_and_not_written() {
     scene.shared.remove_damaged_layer(LAYER).unwrap();
     assert!(!index.exists());
 }
+
+#[test]
+fn a_clock_that_was_set_back_does_not_put_off_the_verification() {
+    let day = Duration::from_secs(86_400);
+    let until_due = |verified, now| time_until_due(verified, now, 7 * day);
+    assert_eq!(until_due(Some(1_000_000), 1_000_000 + 86_400), Some(6 * day));
+    assert_eq!(until_due(Some(1_000_000), 1_000_000 + 7 * 86_400), None);
+    assert_eq!(until_due(None, 1_000_000), None);
+    assert_eq!(until_due(Some(1_000_001), 1_000_000), None);
+}
