@@ -1,5 +1,6 @@
 //! Defines the exit codes of `nacelle`, and chooses one for an error.
 
+use super::daemon::is_without_answer;
 use nacelle_base::FailureKind;
 use std::error::Error;
 use std::io;
@@ -89,6 +90,11 @@ pub(super) enum CommandError {
         /// The reason.
         source: io::Error,
     },
+    /// The daemon accepts no connection, or answers no ping.
+    #[error(
+        "the daemon does not respond: it is stopped or overloaded; see systemctl status nacelle and journalctl -u nacelle"
+    )]
+    NoAnswer,
     /// The user may not use the daemon's socket.
     #[error("cannot connect to the daemon on {socket}: permission denied; only root may use it", socket = socket.display())]
     SocketDenied {
@@ -111,13 +117,16 @@ pub(super) enum CommandError {
 impl CommandError {
     /// Converts the status of a failed request.
     pub(super) fn from_status(status: &tonic::Status) -> CommandError {
-        CommandError::Daemon { code: status.code(), message: status.message().to_owned() }
+        match is_without_answer(status) {
+            true => CommandError::NoAnswer,
+            false => CommandError::Daemon { code: status.code(), message: status.message().to_owned() },
+        }
     }
 
     fn status(&self) -> ExitStatus {
         match self {
             CommandError::Daemon { code, .. } => status_of_kind(FailureKind::from_grpc_code(*code as i32)),
-            CommandError::NoDaemon { .. } => ExitStatus::Unreachable,
+            CommandError::NoDaemon { .. } | CommandError::NoAnswer => ExitStatus::Unreachable,
             CommandError::SocketDenied { .. } => ExitStatus::Denied,
             CommandError::NotFound { .. } => ExitStatus::NotFound,
             CommandError::OutputClosed => ExitStatus::OutputClosed,
@@ -165,6 +174,7 @@ mod tests {
             (daemon(tonic::Code::InvalidArgument), ExitStatus::Failure),
             (daemon(tonic::Code::DataLoss), ExitStatus::Failure),
             (CommandError::NoDaemon { socket: socket(), source: io::Error::other("x") }, ExitStatus::Unreachable),
+            (CommandError::NoAnswer, ExitStatus::Unreachable),
             (CommandError::SocketDenied { socket: socket() }, ExitStatus::Denied),
             (CommandError::NotFound { kind: "image", name: "a".into() }, ExitStatus::NotFound),
             (CommandError::OutputClosed, ExitStatus::OutputClosed),
