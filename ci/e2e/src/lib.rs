@@ -8,6 +8,8 @@ pub mod census;
 pub mod cpio;
 pub mod cri;
 pub mod crictl;
+pub mod failure_answer;
+pub mod failure_page;
 pub mod image;
 pub mod machine;
 pub mod manager;

@@ -2,18 +2,20 @@
 //! of the expected texts.
 
 mod failures {
-    pub mod answer;
+    pub mod failing_disk;
     pub mod guest_files;
-    pub mod page;
     pub mod plugins;
     pub mod registry;
 }
 
 use failures::registry::FailingRegistry;
-use failures::{answer, guest_files, page, plugins, registry};
+use failures::{failing_disk, guest_files, plugins, registry};
+use nacelle_e2e::failure_answer::{check_daemon, check_end, check_request, try_run_pod};
+use nacelle_e2e::failure_page;
 use nacelle_e2e::node::{NodeOptions, engine};
 use nacelle_e2e::run::{eventually, run, run_program};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, path_from_env};
+use serde_json::json;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -21,11 +23,6 @@ use std::time::Duration;
 
 /// Rows whose failure another test causes: the row, the file of the test and its name.
 const ELSEWHERE: [(&str, &str, &str); 7] = [
-    (
-        "kernel panic of the guest, or the end of its agent",
-        include_str!("../../../shim/daemon/tests/failures.rs"),
-        "a_machine_that_says_that_it_ended_is_taken_down",
-    ),
     ("container out of memory", include_str!("containers.rs"), "a_container_out_of_memory_dies_alone"),
     ("guest out of memory", include_str!("containers.rs"), "a_container_out_of_memory_dies_alone"),
     (
@@ -35,17 +32,31 @@ const ELSEWHERE: [(&str, &str, &str); 7] = [
     ),
     ("CRI socket in use", include_str!("two_daemons.rs"), "a_second_daemon_takes_nothing_from_the_first"),
     ("disk of the image store full", include_str!("images.rs"), "a_full_disk_fails_the_pull_and_nothing_else"),
+    (
+        "disk of the image store full during a pull",
+        include_str!("images.rs"),
+        "a_full_disk_fails_the_pull_and_nothing_else",
+    ),
     ("damaged image", include_str!("images.rs"), "damaged_images_are_found_named_and_repaired"),
 ];
 
 /// Rows that the tests of this file cause.
-const HERE: [&[&str]; 7] =
-    [&guest_files::ROWS, &guest_files::MISSING_ON_THE_NODE, &plugins::ROWS, &registry::ROWS, &ENDS, &STARTS, &DISKS];
+const HERE: [&[&str]; 8] = [
+    &guest_files::ROWS,
+    &guest_files::MISSING_ON_THE_NODE,
+    &plugins::ROWS,
+    &registry::ROWS,
+    &ENDS,
+    &STARTS,
+    &DISKS,
+    &failing_disk::ROWS,
+];
 
-const ENDS: [&str; 8] = [
+const ENDS: [&str; 9] = [
     "QEMU killed",
     "agent killed, engine host",
     "pod process killed",
+    "kernel panic of the guest, or the end of its agent",
     "command in progress when QEMU is killed",
     "command in progress when the agent is killed, engine host",
     "command in progress when the pod process is killed",
@@ -76,17 +87,17 @@ fn of_engine(vm: &'static str, host: &'static str) -> &'static str {
 
 #[test]
 fn each_row_of_the_page_has_a_test() {
-    page::check_rows();
     let here: Vec<_> = HERE.concat();
-    for row in page::rows() {
+    for row in failure_page::rows() {
         let elsewhere = ELSEWHERE.iter().any(|(failure, ..)| *failure == row.failure);
         assert!(here.contains(&row.failure) != elsewhere, "{:?} has one test", row.failure);
     }
     for (failure, file, test) in ELSEWHERE {
-        page::row(failure);
+        failure_page::row(failure);
         assert!(file.contains(&format!("fn {test}()")), "{failure}: there is no test {test}");
+        assert!(file.contains(&format!("\"{failure}\"")), "{failure}: the test {test} does not compare its text with the page");
     }
-    here.into_iter().for_each(|failure| drop(page::row(failure)));
+    here.into_iter().for_each(|failure| drop(failure_page::row(failure)));
 }
 
 #[test]
@@ -136,7 +147,7 @@ impl Victim {
 /// Runs a pod, and kills a process of it some time after it appears. The pod is removed if it became ready before that.
 fn kill_during_start(node: &TestNode, victim: Victim, after: Duration, failure: &str, after_kill: impl FnOnce()) {
     let output = std::thread::scope(|scope| {
-        let request = scope.spawn(|| answer::run_pod(node, ""));
+        let request = scope.spawn(|| try_run_pod(node, ""));
         let mut victims = Vec::new();
         while victims.is_empty() && !request.is_finished() {
             victims = victim.pids(node);
@@ -150,7 +161,7 @@ fn kill_during_start(node: &TestNode, victim: Victim, after: Duration, failure: 
     match output.code {
         // A process that is killed as soon as it appears has no ready pod.
         0 if !after.is_zero() => drop(node.crictl.call(["rmp", "--force", &output.stdout])),
-        _ => answer::check(node, failure, &output),
+        _ => check_request(node, failure, &output),
     }
 }
 
@@ -198,15 +209,31 @@ fn the_end_of_a_vm_is_the_cause_whatever_else_fails() {
             let exec = scope.spawn(|| container.exec("touch /running; sleep 60"));
             eventually("the command runs", || (container.exec("test -e /running").code == 0).then_some(()));
             kill(&victim.pids(&node));
-            answer::check(&node, command, &exec.join().expect("no panic"));
+            check_request(&node, command, &exec.join().expect("no panic"));
         });
-        answer::check_end(&node, end, &pod.id, &container.wait_for_exit());
-        answer::check(&node, "command after the end", &container.exec("true"));
+        check_end(&node, end, &pod.id, &container.wait_for_exit());
+        check_request(&node, "command after the end", &container.exec("true"));
         let late = pod.try_create(ContainerRequest::sh("late", &image, "true"));
-        answer::check(&node, "container after the end", &late);
+        check_request(&node, "container after the end", &late);
         node.crictl.call(["stop", &container.id]);
         pod.remove();
     }
+    if engine() != "host" {
+        panic_guest(&node, &image);
+    }
+}
+
+/// Makes the kernel of a guest panic, from a privileged container.
+fn panic_guest(node: &TestNode, image: &str) {
+    let mut request = PodRequest::new("panics", node.directory());
+    let privileged = json!({"privileged": true});
+    request.0["linux"]["security_context"] = privileged.clone();
+    let pod = node.crictl.run_pod(request);
+    let script = "echo 2 >/proc/sys/vm/panic_on_oom && exec tail /dev/zero";
+    let container = ContainerRequest::sh("c", image, script).set("linux", json!({"security_context": privileged}));
+    let status = pod.start(container).wait_for_exit();
+    check_end(node, "kernel panic of the guest, or the end of its agent", &pod.id, &status);
+    pod.remove();
 }
 
 /// Fills a file system; the result is the file that fills it.
@@ -226,17 +253,25 @@ fn a_full_disk_is_the_cause() {
     let node = TestNode::with_options(NodeOptions { disk_mib: Some(24), ipv6: false, ..NodeOptions::default() });
     let root = node.directory().join("root");
     let file = fill(&root);
-    answer::check(&node, "disk of `paths.root` full", &answer::run_pod(&node, ""));
+    check_request(&node, "disk of `paths.root` full", &try_run_pod(&node, ""));
     fs::remove_file(file).expect("it was created");
     if engine() != "host" {
         let scratch = root.join("scratch");
         run_program("mount", ["-t", "tmpfs", "-o", "size=16k", "none", &scratch.display().to_string()]).ok();
-        let output = answer::run_pod(&node, "");
+        let output = try_run_pod(&node, "");
         run_program("umount", [scratch]).ok();
-        answer::check(&node, "disk of the scratch disks full", &output);
+        check_request(&node, "disk of the scratch disks full", &output);
     }
-    let again = answer::run_pod(&node, "").ok();
+    let again = try_run_pod(&node, "").ok();
     node.crictl.call(["rmp", "--force", &again]);
+}
+
+#[test]
+fn an_error_of_the_disk_is_the_cause() {
+    match failing_disk::find_loop_devices() {
+        Ok(()) => failing_disk::check(),
+        Err(why) => println!("skipped: {why}"),
+    }
 }
 
 #[test]
@@ -250,7 +285,7 @@ fn what_the_node_lacks_is_the_cause() {
     let extra = guest_files::handler_of_engine("qemu") + &guest_files::handler_of_engine("kvm");
     let node = TestNode::with_options(NodeOptions { extra, missing, ipv6: false, ..NodeOptions::default() });
     for (failure, engine) in guest_files::MISSING_ON_THE_NODE.into_iter().zip(["qemu", "kvm"]) {
-        answer::check(&node, failure, &answer::run_pod(&node, engine));
+        check_request(&node, failure, &try_run_pod(&node, engine));
     }
 }
 
@@ -277,9 +312,6 @@ fn a_daemon_without_its_root_says_so() {
         serve.args(["40", "unshare", "--mount", "sh", "-c", &script, "sh"]).arg(path_from_env("NACELLE_BIN"));
         let ended = run(serve.args(["serve", "--config"]).arg(&config));
         assert_eq!(ended.code, code, "{failure}: {ended:?}");
-        let [expected] = page::row(failure).spans[..] else { panic!("{failure}: one text") };
-        let last = ended.stderr.lines().last().unwrap_or_default();
-        let message = last.split_once("nacelle: ").map_or(last, |(_, message)| message);
-        assert!(page::matches(expected, message), "{failure}: reported:\n{message}\nin the page:\n{expected}");
+        check_daemon(failure, &ended.stderr);
     }
 }

@@ -1,11 +1,12 @@
 //! Tests images from a real registry, through crictl.
 
+use nacelle_e2e::failure_answer::check_request;
 use nacelle_e2e::node::NodeOptions;
 use nacelle_e2e::registry::{LOGIN, RegistryKind};
 use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode, run};
 use serde_json::json;
 use std::fs;
-use std::io::{ErrorKind, Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -84,8 +85,13 @@ fn a_full_disk_fails_the_pull_and_nothing_else() {
     let noise: Vec<u8> = (0..40_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let large =
         node.registry.push(&TestImage::busybox().with_layer(|layer| layer.add_file("noise", &noise, 0o644)), "large:1");
-    let refused = node.crictl.try_call(["pull", &large]).err();
-    assert!(refused.contains("ResourceExhausted") && refused.contains("No space left"), "{refused}");
+    check_request(&node, "disk of the image store full during a pull", &node.crictl.try_call(["pull", &large]));
+    // Random bytes are as large in the registry as on the disk.
+    let mut random = vec![0; 24 << 20];
+    fs::File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut random)).expect("it never ends");
+    let dense =
+        node.registry.push(&TestImage::busybox().with_layer(|layer| layer.add_file("dense", &random, 0o644)), "dense:1");
+    check_request(&node, "disk of the image store full", &node.crictl.try_call(["pull", &dense]));
     let listed = node.crictl.call_json(["images", "-o", "json"])["images"].clone();
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
     // The failed pull released its space: another small image fits.
@@ -150,8 +156,9 @@ fn damaged_images_are_found_named_and_repaired() {
     // A missing file is named by the container that needs it, and the next pull fetches it.
     let tree = largest(&store.join("trees"));
     fs::remove_file(&tree).unwrap();
-    let refused = pod.try_create(ContainerRequest::sh("early", &image, "echo no")).err();
-    assert!(refused.contains(tree.to_str().unwrap()) && refused.contains("pull the image again"), "{refused}");
+    let refused = pod.try_create(ContainerRequest::sh("early", &image, "echo no"));
+    check_request(&node, "damaged image", &refused);
+    assert!(refused.stderr.contains(tree.to_str().unwrap()), "{refused:?}");
     assert_ne!(node.crictl.try_call(["inspecti", &image]).code, 0);
     node.crictl.call(["pull", &image]);
     pod.start(ContainerRequest::sh("late", &image, "echo repaired")).wait_for_output("repaired");

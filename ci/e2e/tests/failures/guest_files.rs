@@ -1,6 +1,6 @@
 //! Handlers whose guests cannot start: each has a kernel or an initramfs that is missing or damaged.
 
-use super::answer;
+use nacelle_e2e::failure_answer::{check_request, try_run_pod};
 use nacelle_e2e::node::{SMALL_VM, engine};
 use nacelle_e2e::{TestNode, path_from_env};
 use std::fmt::Write as _;
@@ -68,6 +68,6 @@ fn handler(name: &str, engine: &str, (kernel, initrd): (PathBuf, PathBuf)) -> St
 /// Runs a pod with each of the handlers.
 pub fn check(node: &TestNode) {
     for (number, failure) in ROWS.into_iter().enumerate() {
-        answer::check(node, failure, &answer::run_pod(node, &format!("fails-{number}")));
+        check_request(node, failure, &try_run_pod(node, &format!("fails-{number}")));
     }
 }

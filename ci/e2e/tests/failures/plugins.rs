@@ -1,7 +1,7 @@
 //! CNI configurations with which a pod gets no network.
 
-use super::answer;
 use nacelle_e2e::TestNode;
+use nacelle_e2e::failure_answer::{check_request, try_run_pod};
 use serde_json::json;
 use std::fs;
 use std::path::PathBuf;
@@ -38,14 +38,14 @@ pub fn check(node: &TestNode) {
     let modes = ["json", "silent", "suicide", "hang", "garbage", ""];
     for (failure, mode) in ROWS.into_iter().zip(modes) {
         configure(node, json!([plugin(node, mode)]));
-        answer::check(node, failure, &answer::run_pod(node, ""));
+        check_request(node, failure, &try_run_pod(node, ""));
     }
     configure(node, json!([{"type": "uninstalled"}]));
-    answer::check(node, "plugin uninstalled", &answer::run_pod(node, ""));
+    check_request(node, "plugin uninstalled", &try_run_pod(node, ""));
     fs::remove_file(file(node)).expect("it was written");
-    answer::check(node, "no configuration", &answer::run_pod(node, ""));
+    check_request(node, "no configuration", &try_run_pod(node, ""));
     fs::write(file(node), "{x").expect("the node's directory is writable");
-    answer::check(node, "invalid configuration", &answer::run_pod(node, ""));
+    check_request(node, "invalid configuration", &try_run_pod(node, ""));
 }
 
 /// Sets a configuration whose last plugin waits for the file `go` in the node's directory.

@@ -1,7 +1,7 @@
 //! Runs a registry in the node's network namespace that fails as the name of the requested repository says.
 
-use super::answer;
 use nacelle_e2e::TestNode;
+use nacelle_e2e::failure_answer::check_request;
 use nacelle_e2e::node::Netns;
 use nix::sched::{CloneFlags, setns};
 use sha2::{Digest, Sha256};
@@ -83,7 +83,7 @@ pub fn check(node: &TestNode, failure: &str) {
     };
     let image = format!("{host}/{repository}:1");
     let watched = (failure == "stalled").then(|| pull_on_terminal(node, &image));
-    answer::check(node, failure, &node.crictl.try_call(["pull", &image]));
+    check_request(node, failure, &node.crictl.try_call(["pull", &image]));
     if let Some(watched) = watched {
         let shown = watched.wait_with_output().expect("it is ours");
         let shown = String::from_utf8_lossy(&shown.stdout);
