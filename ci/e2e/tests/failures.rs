@@ -95,7 +95,10 @@ fn each_row_of_the_page_has_a_test() {
     for (failure, file, test) in ELSEWHERE {
         failure_page::row(failure);
         assert!(file.contains(&format!("fn {test}()")), "{failure}: there is no test {test}");
-        assert!(file.contains(&format!("\"{failure}\"")), "{failure}: the test {test} does not compare its text with the page");
+        assert!(
+            file.contains(&format!("\"{failure}\"")),
+            "{failure}: the test {test} does not compare its text with the page"
+        );
     }
     here.into_iter().for_each(|failure| drop(failure_page::row(failure)));
 }

@@ -89,8 +89,9 @@ fn a_full_disk_fails_the_pull_and_nothing_else() {
     // Random bytes are as large in the registry as on the disk.
     let mut random = vec![0; 24 << 20];
     fs::File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut random)).expect("it never ends");
-    let dense =
-        node.registry.push(&TestImage::busybox().with_layer(|layer| layer.add_file("dense", &random, 0o644)), "dense:1");
+    let dense = node
+        .registry
+        .push(&TestImage::busybox().with_layer(|layer| layer.add_file("dense", &random, 0o644)), "dense:1");
     check_request(&node, "disk of the image store full", &node.crictl.try_call(["pull", &dense]));
     let listed = node.crictl.call_json(["images", "-o", "json"])["images"].clone();
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");

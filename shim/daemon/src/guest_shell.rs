@@ -76,7 +76,7 @@ enum GuestShellError {
         /// The program.
         program: String,
         /// What the agent reports.
-        source: LifecycleError,
+        source: Box<LifecycleError>,
     },
 }
 
@@ -172,7 +172,7 @@ impl ShellSession {
         match streams.start_guest_shell(&client, request).await {
             Ok(process) => Ok(ShellSession { streams, client, container, process }),
             Err(source) if source.kind() == FailureKind::NotFound => {
-                Err(GuestShellError::NoProgram { container: container_name, program, source })
+                Err(GuestShellError::NoProgram { container: container_name, program, source: Box::new(source) })
             }
             Err(error) => Err(error.into()),
         }
@@ -262,20 +262,21 @@ async fn copy_input(
 ) {
     loop {
         match requests.next().await {
-            Some(Ok(GuestShellRequest { request })) => match (request, &mut to) {
-                (Some(Request::Stdin(data)), Some(stream)) => {
-                    if stream.write_all(&data).await.is_err() {
-                        // The command does not read any more. What follows is dropped.
-                        to = None;
-                    }
+            Some(Ok(GuestShellRequest { request: Some(Request::Stdin(data)) })) => {
+                if let Some(stream) = &mut to
+                    && stream.write_all(&data).await.is_err()
+                {
+                    // The command does not read any more. What follows is dropped.
+                    to = None;
                 }
-                (Some(Request::Size(size)), _) => {
-                    if let Some(terminal) = terminal {
-                        terminal.resize(size).await;
-                    }
+            }
+            Some(Ok(GuestShellRequest { request: Some(Request::Size(size)) })) => {
+                if let Some(terminal) = terminal {
+                    terminal.resize(size).await;
                 }
-                _ => {}
-            },
+            }
+            // A second start has no meaning.
+            Some(Ok(_)) => {}
             Some(Err(_gone)) => return,
             None => break,
         }

@@ -38,7 +38,8 @@ async fn connect_with_pings(socket: &Path, interval: Duration, limit: Duration) 
         async move { Ok::<_, io::Error>(TokioIo::new(connect_unix(&path).await?)) }
     });
     // The connector ignores this address: it knows the path of the socket.
-    let endpoint = Endpoint::from_static("http://nacelle").http2_keep_alive_interval(interval).keep_alive_timeout(limit);
+    let endpoint =
+        Endpoint::from_static("http://nacelle").http2_keep_alive_interval(interval).keep_alive_timeout(limit);
     // The connector waits while the daemon's queue of connections is full.
     let connected = tokio::time::timeout(limit, endpoint.connect_with_connector(connector));
     connected.await.map_err(|_elapsed| CommandError::NoAnswer)?.map_err(|error| {

@@ -3,8 +3,8 @@
 
 use super::{ClientError, PodClient};
 use nacelle_base::files::{FileError, at};
-use nacelle_base::{Classify, FailureKind};
 use nacelle_base::retry::retry_interrupted;
+use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::{common, pod as proto};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
