@@ -141,6 +141,10 @@ uninstall_all() {
             # A file system of its own, of saved VMs.
             umount "$root/run/nacelle/templates" 2>/dev/null || true
             rm -rf "$root/var/lib/nacelle" "$root/run/nacelle" "$config"
+            # Cgroups of its own, with cgroup v1 in each hierarchy.
+            cgroups=$root/sys/fs/cgroup
+            rmdir "$cgroups/nacelle/templates" "$cgroups"/*/nacelle/templates 2>/dev/null || true
+            rmdir "$cgroups/nacelle" "$cgroups"/*/nacelle 2>/dev/null || true
             rmdir "$root/etc/nacelle" 2>/dev/null || true
         fi
     fi

@@ -190,13 +190,18 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
 
     // A removal keeps the configuration; a purge does not while there are pods.
     let pod = tarball.root.join("run/nacelle/pods/0123456789abc");
-    std::fs::create_dir_all(&pod).expect("the temporary directory is writable");
+    let cgroups = tarball.root.join("sys/fs/cgroup");
+    for directory in [&pod, &cgroups.join("nacelle/templates"), &cgroups.join("memory/nacelle/templates")] {
+        std::fs::create_dir_all(directory).expect("the temporary directory is writable");
+    }
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!(tarball.files(), ["etc/nacelle/config.toml"]);
     std::fs::remove_dir(&pod).expect("the directory is ours");
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!(tarball.files(), Vec::<String>::new());
-    assert!(!tarball.root.join("run/nacelle").exists());
+    for directory in ["run/nacelle", "sys/fs/cgroup/nacelle", "sys/fs/cgroup/memory/nacelle"] {
+        assert!(!tarball.root.join(directory).exists(), "{directory}");
+    }
 
     // What would not be a prefix, in a unit and in a sed expression.
     for prefix in ["/", "opt/nacelle", "/opt/a b", "/opt/../etc", "/opt/", "/opt//n", "/opt/a|b", "/opt/a&b"] {
