@@ -143,8 +143,11 @@ uninstall_all() {
             rm -rf "$root/var/lib/nacelle" "$root/run/nacelle" "$config"
             # Cgroups of its own, with cgroup v1 in each hierarchy.
             cgroups=$root/sys/fs/cgroup
-            rmdir "$cgroups/nacelle/templates" "$cgroups"/*/nacelle/templates 2>/dev/null || true
-            rmdir "$cgroups/nacelle" "$cgroups"/*/nacelle 2>/dev/null || true
+            if [ -e "$cgroups/cgroup.controllers" ]; then set -- "$cgroups"; else set -- "$cgroups"/*; fi
+            for hierarchy; do
+                rmdir "$hierarchy/nacelle/templates" 2>/dev/null || true
+                rmdir "$hierarchy/nacelle" 2>/dev/null || true
+            done
             rmdir "$root/etc/nacelle" 2>/dev/null || true
         fi
     fi

@@ -48,7 +48,7 @@ impl AgentPod {
         let created = tokio::task::spawn_blocking(move || std::fs::create_dir_all(path)).await?;
         created.map_err(AgentError::file("create the cgroup", &cgroup, &options.id))?;
         let request = ZygoteRequest::Exec(Box::new(ExecCommand {
-            process: shell_process(&container.process, options.args, options.tty),
+            process: shell_process(options.args, options.tty),
             seccomp: None,
             // No container sees the agent's PID namespace.
             may_be_traced: false,
@@ -85,11 +85,10 @@ async fn remove_cgroup(cgroup: PathBuf) {
     }
 }
 
-/// Returns the process of a command in the guest: root with all capabilities, with the search path for programs of the container.
-fn shell_process(container: &Process, args: Vec<String>, tty: bool) -> Process {
-    let path = container.env().iter().flatten().rfind(|entry| entry.starts_with("PATH="));
-    let default_path = || format!("PATH={}", paths::DEFAULT_SEARCH_PATH);
-    let mut env = vec![path.cloned().unwrap_or_else(default_path), "HOME=/root".to_owned()];
+/// Returns the process of a command in the guest: root with all capabilities. It has no variable of a container: by a path in /proc, PATH
+/// could lead to a program that a container has written.
+fn shell_process(args: Vec<String>, tty: bool) -> Process {
+    let mut env = vec![format!("PATH={}", paths::DEFAULT_SEARCH_PATH), "HOME=/root".to_owned()];
     if tty {
         env.push("TERM=xterm".to_owned());
     }
@@ -114,22 +113,20 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn a_command_in_the_guest_has_the_rights_of_the_agent_and_the_path_of_the_container() {
-        let container = serde_json::json!({
-            "args": ["app"], "cwd": "/srv", "user": { "uid": 5, "gid": 6, "additionalGids": [7] }, "noNewPrivileges": true,
-            "env": ["PATH=/app/bin", "SECRET=1", "LD_PRELOAD=/x.so"], "apparmorProfile": "app",
-            "capabilities": { "bounding": [] }, "rlimits": [{ "type": "RLIMIT_NOFILE", "soft": 7, "hard": 8 }]
-        });
-        let container: Process = serde_json::from_value(container).unwrap();
-        let process = shell_process(&container, vec!["sh".to_owned()], true);
-        assert_eq!(process.env().as_deref().unwrap(), ["PATH=/app/bin", "HOME=/root", "TERM=xterm"]);
+    fn a_command_in_the_guest_has_the_rights_of_the_agent_and_a_fixed_path() {
+        let process = shell_process(vec!["sh".to_owned()], true);
+        let path = format!("PATH={}", paths::DEFAULT_SEARCH_PATH);
+        assert_eq!(process.env().as_deref().unwrap(), [path.as_str(), "HOME=/root", "TERM=xterm"]);
+        assert!(
+            paths::DEFAULT_SEARCH_PATH
+                .split(':')
+                .all(|directory| directory.starts_with("/usr/") || directory.ends_with("bin"))
+        );
         assert_eq!((process.user().uid(), process.user().gid()), (0, 0));
         assert!(process.user().additional_gids().is_none() && process.capabilities().is_none());
         assert!(process.rlimits().is_none() && process.apparmor_profile().is_none());
         assert_eq!((process.no_new_privileges(), process.cwd().as_path()), (Some(false), Path::new("/")));
-        let without_path: Process =
-            serde_json::from_value(serde_json::json!({ "cwd": "/", "user": { "uid": 0, "gid": 0 } })).unwrap();
-        let env = shell_process(&without_path, vec!["sh".to_owned()], false).env().clone().unwrap();
-        assert_eq!(env, [&format!("PATH={}", paths::DEFAULT_SEARCH_PATH), "HOME=/root"]);
+        let without_terminal = shell_process(vec!["sh".to_owned()], false);
+        assert_eq!(without_terminal.env().as_deref().unwrap(), [path.as_str(), "HOME=/root"]);
     }
 }

@@ -2,8 +2,8 @@
 //! they come from the image of a container.
 //!
 //! The image is used as it was pulled, below a layer in memory: what a container has written, such as a program that waits for an
-//! operator, is not in it. The root is in a mount namespace of its own, which keeps no other mount of the agent in use: containers and
-//! their volumes can be removed while the process runs.
+//! operator, is not in it. The root is in a mount namespace of its own, which keeps no other mount of the agent in use, unless the process
+//! opens something there itself.
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};

@@ -190,8 +190,8 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
 
     // A removal keeps the configuration; a purge does not while there are pods.
     let pod = tarball.root.join("run/nacelle/pods/0123456789abc");
-    let cgroups = tarball.root.join("sys/fs/cgroup");
-    for directory in [&pod, &cgroups.join("nacelle/templates"), &cgroups.join("memory/nacelle/templates")] {
+    let cgroup = tarball.root.join("sys/fs/cgroup/memory/nacelle/templates");
+    for directory in [&pod, &cgroup] {
         std::fs::create_dir_all(directory).expect("the temporary directory is writable");
     }
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
@@ -199,7 +199,7 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
     std::fs::remove_dir(&pod).expect("the directory is ours");
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!(tarball.files(), Vec::<String>::new());
-    for directory in ["run/nacelle", "sys/fs/cgroup/nacelle", "sys/fs/cgroup/memory/nacelle"] {
+    for directory in ["run/nacelle", "sys/fs/cgroup/memory/nacelle"] {
         assert!(!tarball.root.join(directory).exists(), "{directory}");
     }
 

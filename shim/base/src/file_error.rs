@@ -19,7 +19,7 @@ pub struct FileError {
 /// Returns the advice for an error that the disk or its file system causes, in the form `; ADVICE`; otherwise the empty text.
 pub fn disk_advice(error: &io::Error) -> &'static str {
     match error.raw_os_error().map(Errno::from_raw_os_error) {
-        Some(Errno::IO) => "; see dmesg for the errors of its disk",
+        Some(Errno::IO | Errno::UCLEAN | Errno::BADMSG) => "; see dmesg for the errors of its disk",
         Some(Errno::ROFS) => "; its file system is read-only: see dmesg for errors of the disk, and mount it writable",
         _ => "",
     }

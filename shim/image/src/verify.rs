@@ -12,6 +12,7 @@ use crate::idle::lower_thread_priority;
 use crate::install::{StoreState, needed_content};
 use crate::layer::index::CHECKSUM_BYTES;
 use crate::plan::ImageNames;
+use crate::seal::find_seal_damage;
 use crate::store::ImageStore;
 use crate::sums::{ContentSums, FileSum, sum_file};
 use nacelle_base::Chain;
@@ -29,7 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::oneshot;
 
-/// The maximum rate of a verification in the background, in bytes per second.
+/// The maximum rate of a verification in the background, in bytes per second; on average, where files are sealed.
 const BACKGROUND_RATE: u32 = 32 << 20;
 /// The minimum time between the start of the store and the first verification in the background.
 const START_DELAY: Duration = Duration::from_secs(600);
@@ -52,6 +53,8 @@ struct Verifier<'c> {
     files: u64,
     bytes: u64,
     sealed: u64,
+    /// The pause that bytes which the kernel has read to seal files require before the next file.
+    owed_pause: Duration,
 }
 
 /// One file that has been read.
@@ -61,10 +64,29 @@ struct ExaminedFile {
     read: Result<((u64, u64), FileSum), FileDamage>,
 }
 
+/// Returns the time that this number of bytes takes at [`BACKGROUND_RATE`].
+fn pause_for(bytes: u64) -> Duration {
+    Duration::from_micros(bytes.saturating_mul(1_000_000) / u64::from(BACKGROUND_RATE))
+}
+
 impl Verifier<'_> {
+    /// Waits. Returns false, at once, if the verification is cancelled.
+    fn pause(&self, mut time: Duration) -> bool {
+        const SLICE: Duration = Duration::from_millis(100);
+        while !time.is_zero() && !self.cancel.is_cancelled() {
+            std::thread::sleep(time.min(SLICE));
+            time = time.saturating_sub(SLICE);
+        }
+        !self.cancel.is_cancelled()
+    }
+
     /// Reads a file. Returns `None` if the verification is cancelled.
     fn read_file(&mut self, path: PathBuf) -> Result<Option<ExaminedFile>, FileError> {
         let pace = self.pace;
+        let owed = std::mem::take(&mut self.owed_pause);
+        if pace == VerifyPace::Background && !self.pause(owed) {
+            return Ok(None);
+        }
         let mut count = 0;
         let mut read = || {
             let file = File::open(&path)?;
@@ -76,9 +98,7 @@ impl Verifier<'_> {
             let sum = sum_file(&file, None, |bytes| {
                 count += bytes as u64;
                 if pace == VerifyPace::Background {
-                    std::thread::sleep(
-                        Duration::from_secs(1) * u32::try_from(bytes).unwrap_or(u32::MAX) / BACKGROUND_RATE,
-                    );
+                    std::thread::sleep(pause_for(bytes as u64));
                 }
                 !self.cancel.is_cancelled()
             })?;
@@ -167,7 +187,7 @@ impl StoreState {
         let (entries, chosen): (Vec<&String>, Vec<&String>) =
             keys.iter().partition(|key| unreadable.contains_key(*key));
         let chosen: BTreeSet<ImageId> = chosen.into_iter().filter_map(|key| key.parse().ok()).collect();
-        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0, sealed: 0 };
+        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0, sealed: 0, owed_pause: Duration::ZERO };
         let mut verified: HashMap<ContentKey, Vec<DamagedFile>> = HashMap::new();
         let mut damaged = Vec::new();
         for id in &chosen {
@@ -210,7 +230,14 @@ impl StoreState {
     /// Verifies a layer, whether an image uses it or not. A damaged layer of no image is removed. Blocks.
     pub fn verify_layer(&self, diff_id: Digest) -> Result<(), ImageError> {
         let (key, cancel) = ((ContentKind::Layer, diff_id), Cancel::default());
-        let mut verifier = Verifier { pace: VerifyPace::Full, cancel: &cancel, files: 0, bytes: 0, sealed: 0 };
+        let mut verifier = Verifier {
+            pace: VerifyPace::Full,
+            cancel: &cancel,
+            files: 0,
+            bytes: 0,
+            sealed: 0,
+            owed_pause: Duration::ZERO,
+        };
         let damaged = self.verify_content(key, None, &mut verifier)?.unwrap_or_default();
         if !damaged.is_empty() {
             self.remove_damaged_layer(diff_id)?;
@@ -274,7 +301,7 @@ impl StoreState {
                 }
             }
             if damaged.is_empty() && key.0 != ContentKind::Config {
-                verifier.sealed += self.complete_sums(key, expected, &main, index.as_ref());
+                self.complete_sums(key, expected, &main, index.as_ref(), verifier);
             }
             self.record_verified(key, &damaged);
             return Ok(Some(damaged));
@@ -282,34 +309,39 @@ impl StoreState {
         Ok(Some(Vec::new()))
     }
 
-    /// Records what the record of sound content lacks: its sums, and the fs-verity digests of its files, which are sealed for that. A seal
-    /// that another file had is replaced, because the digests have proved the content. Returns the number of sealed files. The caller holds
-    /// the lock of the content's pin.
+    /// Records what the record of sound content lacks: its sums, and the fs-verity digests of its files, which are sealed for that. A
+    /// recorded digest that the file does not have is replaced, or dropped if the file cannot be sealed, because the digests have proved the
+    /// content. The caller holds the lock of the content's pin.
     fn complete_sums(
         &self,
         key: ContentKey,
         recorded: Option<ContentSums>,
         main: &ExaminedFile,
         index: Option<&ExaminedFile>,
-    ) -> u64 {
-        let Some(main_sum) = main.sum() else { return 0 };
+        verifier: &mut Verifier<'_>,
+    ) {
+        let Some(main_sum) = main.sum() else { return };
         let mut sums = recorded.unwrap_or_else(|| ContentSums::new(main_sum, index.and_then(ExaminedFile::sum)));
         let mut files = vec![(&main.path, &mut sums.main)];
         if let (Some(index), Some(sum)) = (index, &mut sums.index) {
             files.push((&index.path, sum));
         }
-        let mut sealed = 0;
         for (path, sum) in files {
-            match self.directory.seals().seal(path) {
-                Ok(Some(digest)) => {
-                    sealed += 1;
-                    sum.verity = Some(digest);
+            let sealed = self.directory.seals().seal(path);
+            if let Ok(Some(digest)) = sealed {
+                verifier.sealed += 1;
+                if sum.verity.replace(digest) != Some(digest) {
+                    verifier.owed_pause += pause_for(sum.length);
                 }
-                Ok(None) => {}
-                Err(error) => {
-                    let error = Chain(&error);
-                    tracing::warn!(%error, "fs-verity does not protect a file of the image store; the next verification tries again");
-                }
+                continue;
+            }
+            if let Err(error) = sealed {
+                let error = Chain(&error);
+                tracing::warn!(%error, "fs-verity does not protect a file of the image store; the next verification tries again");
+            }
+            // The content is right: a digest that the file does not have any more would keep the image absent.
+            if sum.verity.is_some_and(|recorded| !matches!(find_seal_damage(path, recorded), Ok(None))) {
+                sum.verity = None;
             }
         }
         if recorded != Some(sums)
@@ -318,7 +350,6 @@ impl StoreState {
             let error = Chain(&error);
             tracing::warn!(%error, "cannot record the digests of a file of the image store; the next verification does");
         }
-        sealed
     }
 
     /// Forgets the damage of content whose images were removed during the verification.

@@ -5,6 +5,7 @@
 use crate::agent::{Agent, tokio_stream_of};
 use crate::error::PodError;
 use crate::guest_values::{Bounded, CommandOutput, GuestExit};
+use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::{agent as proto, common, pod};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +18,10 @@ use tonic::Status;
 /// The limit from the end of the command to the end of its streams, which a leaked child process may hold open.
 const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 const SIGKILL: u32 = 9;
+/// How often a command in the guest is killed that its agent does not confirm, and the pause between two attempts. A command in a container
+/// ends with the container.
+const GUEST_KILL_ATTEMPTS: u32 = 30;
+const GUEST_KILL_PAUSE: Duration = Duration::from_secs(2);
 
 /// Where a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,10 +103,20 @@ impl Drop for ExecProcess {
     fn drop(&mut self) {
         if !self.is_released {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
+            let attempts = if self.place == CommandPlace::Guest { GUEST_KILL_ATTEMPTS } else { 1 };
             tokio::spawn(async move {
-                // The exec request may still be in flight: an agent that receives the signal first does not start the command.
-                if let Err(error) = agent.signal(&id, &exec_id, SIGKILL, false).await {
-                    tracing::warn!(%error, "cannot kill a command whose caller no longer waits");
+                for attempt in 1..=attempts {
+                    // The exec request may still be in flight: an agent that receives the signal first does not start the command.
+                    match agent.signal(&id, &exec_id, SIGKILL, false).await {
+                        Ok(()) => return,
+                        Err(error) if error.kind() == FailureKind::NotFound => return,
+                        Err(error) => {
+                            tracing::warn!(%error, attempt, "cannot kill a command whose caller no longer waits");
+                        }
+                    }
+                    if attempt < attempts {
+                        tokio::time::sleep(GUEST_KILL_PAUSE).await;
+                    }
                 }
             });
         }

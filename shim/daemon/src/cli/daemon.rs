@@ -1,5 +1,5 @@
 //! Connects commands to the daemon of the node. A daemon that does not even answer the pings of HTTP/2 is reported after
-//! [`PING_INTERVAL`] and [`PING_TIMEOUT`]: it is stopped or overloaded. An operation that takes long is not cut, because the daemon
+//! [`PING_INTERVAL`] and [`PING_TIMEOUT`]: it is stopped, overloaded or still starting. An operation that takes long is not cut, because the daemon
 //! answers pings meanwhile.
 
 use super::exit::CommandError;
@@ -12,9 +12,9 @@ use std::time::Duration;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 /// The interval of the pings while a request is in progress.
-const PING_INTERVAL: Duration = Duration::from_secs(5);
+const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// The time that the daemon has to accept a connection, and to answer a ping.
-const PING_TIMEOUT: Duration = Duration::from_secs(10);
+const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Connects to the daemon; `None` if no process listens on the socket. A socket that this user may not use is an error: a
 /// daemon may run behind it.
@@ -107,8 +107,8 @@ mod tests {
         let socket = directory.path().join("s");
         // It accepts no connection, as a process that is stopped.
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let limit = Duration::from_millis(50);
-        let channel = connect_with_pings(&socket, limit, limit).await.unwrap();
+        // The limit is that of the connection, too, which is made at once.
+        let channel = connect_with_pings(&socket, Duration::from_millis(50), Duration::from_secs(1)).await.unwrap();
         let mut client = nacelle_proto::node::node_client::NodeClient::new(channel);
         let request = nacelle_proto::node::ListInstallationsRequest {};
         let status = tokio::time::timeout(Duration::from_secs(60), client.list_installations(request)).await;

@@ -92,7 +92,7 @@ pub(super) enum CommandError {
     },
     /// The daemon accepts no connection, or answers no ping.
     #[error(
-        "the daemon does not respond: it is stopped or overloaded; see systemctl status nacelle and journalctl -u nacelle"
+        "the daemon does not respond: it is stopped, overloaded or still starting; see systemctl status nacelle and journalctl -u nacelle"
     )]
     NoAnswer,
     /// The user may not use the daemon's socket.

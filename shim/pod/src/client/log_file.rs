@@ -26,10 +26,10 @@ pub struct LogFileError {
 
 impl Classify for LogFileError {
     fn kind(&self) -> FailureKind {
-        match self.source.kind() {
-            FailureKind::Internal if self.source.source.raw_os_error() != Some(libc::EIO) => FailureKind::Conflict,
-            kind => kind,
-        }
+        // A link, a FIFO without a reader, or a path outside of the log directory: the operator or kubelet corrects that.
+        let is_wrong_file = matches!(self.source.source.raw_os_error(), Some(libc::ELOOP | libc::ENXIO))
+            || self.source.source.kind() == io::ErrorKind::InvalidInput;
+        if is_wrong_file { FailureKind::Conflict } else { self.source.kind() }
     }
 }
 
