@@ -200,8 +200,8 @@ fn the_examples_in_the_documentation_are_valid() {
 #[test]
 fn pods_of_every_handler_may_run_on_the_host_if_a_setting_sends_them_there() {
     let may = |text: &str| parse(text).unwrap().may_run_on_host();
-    assert!(!may("[handlers.vm]\nengine = \"kvm\"\n"));
-    assert!(may("[handlers.vm]\nengine = \"kvm\"\n[handlers.node]\nengine = \"host\"\n"));
+    assert!(!may("[handlers.nacelle]\nengine = \"kvm\"\n"));
+    assert!(may("[handlers.nacelle]\nengine = \"kvm\"\n[handlers.node]\nengine = \"host\"\n"));
     assert!(may("[sandbox]\nhost_namespaces = \"run-on-host\"\n"));
     assert!(may("[sandbox]\nprivileged = \"run-on-host\"\n"));
 }
