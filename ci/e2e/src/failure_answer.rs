@@ -59,7 +59,9 @@ pub fn check_exit(failure: &str, status: &Value) {
 pub fn check_end(node: &TestNode, failure: &str, pod: &str, status: &Value) {
     check_exit(failure, status);
     let message = status["message"].as_str().unwrap_or_default();
-    let event = format!("WARN the machine of the pod is gone pod={pod} failure={message:?}");
+    // The event also has the signal that ended the process.
+    let message = format!("{message:?}");
+    let event = format!("WARN the machine of the pod is gone pod={pod} failure={}", message.trim_end_matches('"'));
     eventually(&event, || node.log().contains(&event).then_some(()));
 }
 
