@@ -47,9 +47,9 @@ run_alone() {
 }
 
 # long NAME COMMAND...: runs it with its output in a log, says every 20 seconds that it goes on, and shows the log's end
-# when it fails.
+# when it fails. LONG_OF: the name of the run, where two are made at once.
 long() {
-    local name=$1 log started pid beat=0 code
+    local name=${LONG_OF:+$LONG_OF: }$1 log started pid beat=0 code
     shift
     log=$cache/logs/$(echo "$name" | tr -c 'a-zA-Z0-9\n' '-').log
     started=$SECONDS
