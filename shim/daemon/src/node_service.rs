@@ -166,7 +166,7 @@ pub(crate) fn verification(report: ImageVerification) -> node::VerifyImagesRespo
         repair_error: damage.repair_error.unwrap_or_default(),
     });
     let damaged = damaged.collect();
-    let (images, files, bytes, verity_files) = (report.images, report.files, report.bytes, report.sealed);
+    let (images, files, bytes, verity_files) = (report.images, report.files, report.bytes, report.verity_files);
     node::VerifyImagesResponse { images, files, bytes, damaged, verity_files }
 }
 

@@ -38,7 +38,7 @@ pub enum FileDamage {
     },
     /// The file has no fs-verity, with which it was written: another program has replaced it.
     #[error("has lost its fs-verity: it is not the file that was written")]
-    Unsealed,
+    VerityLost,
     /// The file has fs-verity for another content than the one that was written.
     #[error("has the fs-verity digest {found} instead of {expected}")]
     Verity {
@@ -47,6 +47,9 @@ pub enum FileDamage {
         /// The recorded fs-verity digest.
         expected: Digest,
     },
+    /// The file has fs-verity, and the running kernel cannot read such files. They are sound again under a kernel that can.
+    #[error("cannot be read: it has fs-verity, which the running kernel does not support")]
+    VerityUnsupported,
     /// The checksum that the file itself contains does not match.
     #[error("does not match the checksum at its end")]
     Checksum,
@@ -63,7 +66,11 @@ impl FileDamage {
     pub fn is_visible(&self) -> bool {
         matches!(
             self,
-            FileDamage::Missing | FileDamage::Length { .. } | FileDamage::Unsealed | FileDamage::Verity { .. }
+            FileDamage::Missing
+                | FileDamage::Length { .. }
+                | FileDamage::VerityLost
+                | FileDamage::Verity { .. }
+                | FileDamage::VerityUnsupported
         )
     }
 
@@ -75,6 +82,8 @@ impl FileDamage {
         };
         match error.kind() {
             io::ErrorKind::NotFound => Some(FileDamage::Missing),
+            // Of open; no file system answers so to a read of a regular file.
+            _ if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Some(FileDamage::VerityUnsupported),
             _ if is_damage => Some(FileDamage::Unreadable { why: error.to_string() }),
             _ => None,
         }
@@ -123,7 +132,7 @@ pub struct ImageVerification {
     /// The number of bytes that were read.
     pub bytes: u64,
     /// The number of sound files that have fs-verity.
-    pub sealed: u64,
+    pub verity_files: u64,
     /// The damaged files, by image.
     pub damaged: Vec<ImageDamage>,
 }

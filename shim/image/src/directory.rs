@@ -1,10 +1,10 @@
 //! Keeps the files of the store: their paths, which of them are needed, and their removal. Content is in `configs/`, `layers/` and
 //! `trees/`, each file named by a digest. A layer's `.blob` counts only with its `.idx`. Its `.origins` lists the registries that have
 //! delivered it and is the only file that changes. `partial/` holds the downloads of unfinished layers, `work/` files that are not yet
-//! visible. The `.sum` of a layer or of metadata has the digests of the files (`crate::sums`). Blobs, indexes and metadata are sealed
-//! before they become visible (`crate::seal`). The pins are a leaf lock, taken after the catalogue's.
+//! visible. The `.sum` of a layer or of metadata has the digests of the files (`crate::sums`). Blobs, indexes and metadata get
+//! fs-verity before they become visible (`crate::store_verity`). The pins are a leaf lock, taken after the catalogue's.
 
-use crate::seal::Seals;
+use crate::store_verity::StoreVerity;
 use crate::sums::{ContentSums, FileSum, sum_path};
 use crate::{FsInfo, ImageError};
 use nacelle_base::draft;
@@ -67,7 +67,7 @@ pub struct StoreDirectory {
     root: PathBuf,
     pins: Mutex<PinTable>,
     next: AtomicU64,
-    seals: Seals,
+    verity: StoreVerity,
     _lock: File,
 }
 
@@ -146,8 +146,8 @@ impl StoreDirectory {
             make(&root.join(kind.directory_name()))?;
         }
         make(&root.join("work"))?;
-        let seals = Seals::probe(&root.join("work/probe"));
-        Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), seals, _lock: lock })
+        let verity = StoreVerity::probe(&root.join("work/probe"));
+        Ok(StoreDirectory { root, pins: Mutex::default(), next: AtomicU64::new(0), verity, _lock: lock })
     }
 
     /// Removes what a crash left unfinished. `live` is the content of all images, whose files stay even if some are missing.
@@ -188,9 +188,9 @@ impl StoreDirectory {
         &self.root
     }
 
-    /// Returns how files of this store are sealed.
-    pub fn seals(&self) -> &Seals {
-        &self.seals
+    /// Returns whether files of this store get fs-verity.
+    pub fn verity(&self) -> &StoreVerity {
+        &self.verity
     }
 
     /// Returns the path of the main file of this content.
@@ -237,12 +237,12 @@ impl StoreDirectory {
         Ok(TemporaryFile { path: TemporaryPath(path), file })
     }
 
-    /// Ends the writing of a file: syncs it, seals it and computes its sum. No other process has it open for writing any more. Blocks.
+    /// Ends the writing of a file: syncs it, enables fs-verity and computes its sum. No other process has it open for writing any more. Blocks.
     pub fn finish(&self, temporary: TemporaryFile) -> Result<FinishedFile, FileError> {
         let TemporaryFile { path, file } = temporary;
         file.sync_all().map_err(at("sync", &path.0))?;
         drop(file);
-        let verity = self.seals.seal(&path.0)?;
+        let verity = self.verity.enable(&path.0)?;
         let sum = FileSum { verity, ..sum_path(&path.0)? };
         Ok(FinishedFile { path, sum })
     }

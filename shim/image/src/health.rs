@@ -8,7 +8,7 @@ use crate::catalogue::StoredImage;
 use crate::damage::{DamagedFile, FileDamage};
 use crate::directory::{ContentKey, ContentKind};
 use crate::install::StoreState;
-use crate::seal::find_seal_damage;
+use crate::store_verity::StoreVerity;
 use crate::sums::{ContentSums, FileSum};
 use nacelle_base::Chain;
 use nacelle_base::files::{FileError, at};
@@ -115,7 +115,7 @@ impl StoreState {
             files.push((self.directory.index_path(key.1), None, sums.and_then(|sums| sums.index)));
         }
         for (path, length, sum) in files {
-            match find_file_damage(&path, length, sum) {
+            match find_file_damage(self.directory.verity(), &path, length, sum) {
                 Ok(None) => {}
                 Ok(Some(damage)) => return Ok(Some(DamagedFile { path, damage })),
                 Err(error) => return Err(at("read", &path)(error)),
@@ -181,7 +181,12 @@ impl StoreState {
 
 /// Compares existence, length and fs-verity digest of a file with the list of images (`listed`, a length in bytes) and with its sum.
 /// Returns the error of the file if it proves no damage.
-fn find_file_damage(path: &Path, listed: Option<u64>, sum: Option<FileSum>) -> io::Result<Option<FileDamage>> {
+fn find_file_damage(
+    verity: &StoreVerity,
+    path: &Path,
+    listed: Option<u64>,
+    sum: Option<FileSum>,
+) -> io::Result<Option<FileDamage>> {
     let found = match fs::metadata(path) {
         Ok(metadata) if !metadata.is_file() => Err(io::Error::from_raw_os_error(libc::EISDIR)),
         other => other.map(|metadata| metadata.len()),
@@ -195,7 +200,7 @@ fn find_file_damage(path: &Path, listed: Option<u64>, sum: Option<FileSum>) -> i
         return Ok(Some(FileDamage::Length { found, expected }));
     }
     match sum.and_then(|sum| sum.verity) {
-        Some(expected) => find_seal_damage(path, expected),
+        Some(expected) => verity.find_damage(path, expected),
         None => Ok(None),
     }
 }

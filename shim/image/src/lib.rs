@@ -38,13 +38,13 @@ mod progress;
 mod pull;
 mod reference;
 mod registry;
-mod seal;
 mod small;
 mod store;
+mod store_verity;
 mod sums;
 mod tree;
 mod verify;
-mod verity;
+mod verity_ioctl;
 mod wire;
 mod worker;
 

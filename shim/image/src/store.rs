@@ -296,7 +296,7 @@ impl ImageStore {
 
     /// Returns the reason that fs-verity does not protect the files of the store, or `None` if it does. Does not block.
     pub fn verity_error(&self) -> Option<&std::io::Error> {
-        self.shared.directory.seals().unavailable()
+        self.shared.directory.verity().unavailable()
     }
 
     /// Returns the disk usage of the store.

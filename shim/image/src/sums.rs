@@ -26,7 +26,7 @@ pub struct FileSum {
     pub length: u64,
     /// The digest of all bytes.
     pub digest: Digest,
-    /// The fs-verity digest, if the file was sealed (`crate::seal`).
+    /// The fs-verity digest, if the file was written with one (`crate::store_verity`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verity: Option<Digest>,
 }

@@ -1,6 +1,7 @@
 //! Verifies the files of images: reads them whole and compares their digests. On demand it runs at full speed, in the background on a
 //! thread of its own at idle priority and a limited rate. Damage is recorded, so that the image counts as absent and its next pull
-//! repairs it; a file in use is never removed. Sound files of a store that seals its files are sealed if they are not yet.
+//! repairs it; a file in use is never removed. Sound files get fs-verity, if the store offers it
+//! and they do not have it yet.
 
 use crate::ImageError;
 use crate::Reference;
@@ -12,7 +13,6 @@ use crate::idle::lower_thread_priority;
 use crate::install::{StoreState, needed_content};
 use crate::layer::index::CHECKSUM_BYTES;
 use crate::plan::ImageNames;
-use crate::seal::find_seal_damage;
 use crate::store::ImageStore;
 use crate::sums::{ContentSums, FileSum, sum_file};
 use nacelle_base::Chain;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::oneshot;
 
-/// The maximum rate of a verification in the background, in bytes per second; on average, where files are sealed.
+/// The maximum rate of a verification in the background, in bytes per second; on average, where files get fs-verity.
 const BACKGROUND_RATE: u32 = 32 << 20;
 /// The minimum time between the start of the store and the first verification in the background.
 const START_DELAY: Duration = Duration::from_secs(600);
@@ -52,8 +52,8 @@ struct Verifier<'c> {
     cancel: &'c Cancel,
     files: u64,
     bytes: u64,
-    sealed: u64,
-    /// The pause that bytes which the kernel has read to seal files require before the next file.
+    verity_files: u64,
+    /// The pause that bytes which the kernel has read to enable fs-verity require before the next file.
     owed_pause: Duration,
 }
 
@@ -187,7 +187,7 @@ impl StoreState {
         let (entries, chosen): (Vec<&String>, Vec<&String>) =
             keys.iter().partition(|key| unreadable.contains_key(*key));
         let chosen: BTreeSet<ImageId> = chosen.into_iter().filter_map(|key| key.parse().ok()).collect();
-        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0, sealed: 0, owed_pause: Duration::ZERO };
+        let mut verifier = Verifier { pace, cancel, files: 0, bytes: 0, verity_files: 0, owed_pause: Duration::ZERO };
         let mut verified: HashMap<ContentKey, Vec<DamagedFile>> = HashMap::new();
         let mut damaged = Vec::new();
         for id in &chosen {
@@ -223,8 +223,8 @@ impl StoreState {
             repair_error: None,
         }));
         let images = (chosen.len() + entries.len()) as u64;
-        let Verifier { files, bytes, sealed, .. } = verifier;
-        Some(ImageVerification { images, files, bytes, sealed, damaged })
+        let Verifier { files, bytes, verity_files, .. } = verifier;
+        Some(ImageVerification { images, files, bytes, verity_files, damaged })
     }
 
     /// Verifies a layer, whether an image uses it or not. A damaged layer of no image is removed. Blocks.
@@ -235,7 +235,7 @@ impl StoreState {
             cancel: &cancel,
             files: 0,
             bytes: 0,
-            sealed: 0,
+            verity_files: 0,
             owed_pause: Duration::ZERO,
         };
         let damaged = self.verify_content(key, None, &mut verifier)?.unwrap_or_default();
@@ -309,8 +309,8 @@ impl StoreState {
         Ok(Some(Vec::new()))
     }
 
-    /// Records what the record of sound content lacks: its sums, and the fs-verity digests of its files, which are sealed for that. A
-    /// recorded digest that the file does not have is replaced, or dropped if the file cannot be sealed, because the digests have proved the
+    /// Records what the record of sound content lacks: its sums, and the fs-verity digests of its files, for which it is enabled. A
+    /// recorded digest that the file does not have is replaced, or dropped if the file cannot have one, because the digests have proved the
     /// content. The caller holds the lock of the content's pin.
     fn complete_sums(
         &self,
@@ -326,21 +326,22 @@ impl StoreState {
         if let (Some(index), Some(sum)) = (index, &mut sums.index) {
             files.push((&index.path, sum));
         }
+        let verity = self.directory.verity();
         for (path, sum) in files {
-            let sealed = self.directory.seals().seal(path);
-            if let Ok(Some(digest)) = sealed {
-                verifier.sealed += 1;
+            let enabled = verity.enable(path);
+            if let Ok(Some(digest)) = enabled {
+                verifier.verity_files += 1;
                 if sum.verity.replace(digest) != Some(digest) {
                     verifier.owed_pause += pause_for(sum.length);
                 }
                 continue;
             }
-            if let Err(error) = sealed {
+            if let Err(error) = enabled {
                 let error = Chain(&error);
                 tracing::warn!(%error, "fs-verity does not protect a file of the image store; the next verification tries again");
             }
             // The content is right: a digest that the file does not have any more would keep the image absent.
-            if sum.verity.is_some_and(|recorded| !matches!(find_seal_damage(path, recorded), Ok(None))) {
+            if sum.verity.is_some_and(|recorded| !matches!(verity.find_damage(path, recorded), Ok(None))) {
                 sum.verity = None;
             }
         }

@@ -5,6 +5,7 @@ use crate::catalogue::StoredImage;
 use crate::install::tree_name;
 use crate::plan::{ImageNames, ImagePlan};
 use crate::{FileDamage, ImageStoreConfig};
+use std::path::Path;
 use std::sync::mpsc;
 
 /// A store with one image, which has no layer.
@@ -20,7 +21,12 @@ const LAYER: Digest = Digest([7; 32]);
 
 impl Scene {
     fn new() -> Scene {
-        let directory = tempfile::tempdir().unwrap();
+        Scene::on("/tmp".as_ref())
+    }
+
+    /// A scene in a file system.
+    fn on(parent: &Path) -> Scene {
+        let directory = tempfile::tempdir_in(parent).unwrap();
         let shared = ImageStore::open(directory.path(), ImageStoreConfig::default()).unwrap().shared;
         let (id, tree) = (Digest::of(DOCUMENT), tree_name(&[]));
         fs::write(shared.directory.path((ContentKind::Tree, tree)), [0; 4096]).unwrap();
@@ -85,6 +91,26 @@ fn a_configuration_is_written_under_its_lock() {
     let committed = scene.assert_waits(config, |shared| shared.commit_image(plan, vec![], &Cancel::default()));
     assert_eq!(committed.unwrap(), scene.id);
     assert_eq!(fs::read(scene.shared.directory.path(config)).unwrap(), DOCUMENT);
+}
+
+#[test]
+fn a_store_that_was_copied_to_a_file_system_without_verity_is_sound() {
+    // tmpfs has no fs-verity in any kernel.
+    let Scene { directory, shared, id } = Scene::on("/dev/shm".as_ref());
+    let tree = (ContentKind::Tree, tree_name(&[]));
+    let path = shared.directory.path(tree);
+    let sum = FileSum { verity: Some(Digest([1; 32])), ..crate::sums::sum_path(&path).unwrap() };
+    ContentSums::new(sum, None).write(&shared.directory.sums_path(tree)).unwrap();
+    fs::write(shared.directory.path((ContentKind::Config, id)), DOCUMENT).unwrap();
+    let stored = shared.published.images()[&id].clone();
+    assert_eq!(shared.check_image(&id, &stored).unwrap(), None);
+    let report = shared.verify_images(&[], VerifyPace::Full, &Cancel::default()).unwrap().unwrap();
+    assert_eq!((report.damaged, report.verity_files), (vec![], 0));
+    assert_eq!(shared.check_image(&id, &stored).unwrap(), None);
+    // A kernel that cannot read the file had found this, in a store that is sound under the present one.
+    shared.damage.set(tree, Some(DamagedFile { path, damage: FileDamage::VerityUnsupported }));
+    assert_eq!(shared.check_image(&id, &stored).unwrap(), None);
+    drop((shared, directory));
 }
 
 #[test]

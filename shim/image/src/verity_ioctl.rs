@@ -63,9 +63,9 @@ nix::ioctl_readwrite_bad!(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measurement {
     /// The file has fs-verity and this digest.
-    Sealed(Digest),
+    Enabled(Digest),
     /// The file has no fs-verity, and its file system offers it.
-    Unsealed,
+    Disabled,
     /// The file system or the kernel does not offer fs-verity.
     Unsupported,
 }
@@ -105,16 +105,16 @@ pub fn enable_verity(file: &File) -> io::Result<()> {
     }
 }
 
-/// Measures a file, or a directory, which is never sealed. Takes constant time. Blocks.
+/// Measures a file, or a directory, which never has it. Takes constant time. Blocks.
 pub fn measure_verity(file: &File) -> io::Result<Measurement> {
     let mut reply = MeasureReply { algorithm: 0, size: 32, digest: [0; 32] };
     // SAFETY: the descriptor is open, and the kernel writes at most `size` bytes behind the two numbers; the structure has room for them
     // and lives until the call returns.
     match unsafe { fs_ioc_measure_verity(file.as_raw_fd(), &raw mut reply) } {
-        Ok(_) if (reply.algorithm, reply.size) == (SHA256, 32) => Ok(Measurement::Sealed(Digest(reply.digest))),
+        Ok(_) if (reply.algorithm, reply.size) == (SHA256, 32) => Ok(Measurement::Enabled(Digest(reply.digest))),
         // Another program has enabled it with other parameters. No digest of the store has this form.
-        Ok(_) | Err(nix::Error::EOVERFLOW) => Ok(Measurement::Unsealed),
-        Err(nix::Error::ENODATA) => Ok(Measurement::Unsealed),
+        Ok(_) | Err(nix::Error::EOVERFLOW) => Ok(Measurement::Disabled),
+        Err(nix::Error::ENODATA) => Ok(Measurement::Disabled),
         Err(nix::Error::ENOTTY | nix::Error::EOPNOTSUPP) => Ok(Measurement::Unsupported),
         Err(errno) => Err(errno.into()),
     }
@@ -133,10 +133,9 @@ pub fn is_unsupported(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| !disk.contains(&number))
 }
 
-/// Returns whether [`File::open`] has failed because the file's fs-verity is damaged (EINVAL), or because the running kernel has none
-/// (EOPNOTSUPP).
+/// Returns whether [`File::open`] has failed because the file's fs-verity is damaged (EINVAL).
 pub fn is_verity_open_error(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
+    error.raw_os_error() == Some(libc::EINVAL)
 }
 
 #[cfg(test)]
