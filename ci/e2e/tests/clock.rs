@@ -104,12 +104,15 @@ fn pods_and_requests_outlast_steps_of_the_nodes_clock() {
     for offset in [DAY, -DAY, 0] {
         let url = exec_url(&node, &running);
         // A request in progress keeps its time limit.
-        let arguments = ["exec", "--sync", "--timeout", "60", &running.id, "sh", "-c", "sleep 3; echo done"];
+        let script = "rm -f /stepped; touch /began; until [ -e /stepped ]; do sleep 0.1; done; rm /began; echo done";
+        let arguments = ["exec", "--sync", "--timeout", "60", &running.id, "sh", "-c", script];
         let crictl = &node.crictl;
         std::thread::scope(|scope| {
             let exec = scope.spawn(move || crictl.call(arguments));
-            std::thread::sleep(Duration::from_secs(1));
+            let begun = ["exec", "--sync", &running.id, "test", "-e", "/began"];
+            clock.wait("the command runs", Duration::from_secs(30), || crictl.try_call(begun).code == 0);
             clock.set(offset);
+            crictl.call(["exec", "--sync", &running.id, "touch", "/stepped"]);
             assert_eq!(exec.join().expect("no panic").trim(), "done");
         });
         assert!(open_stream(&node, &url).contains("101"), "the URL is valid for its time");
