@@ -153,7 +153,7 @@ fn with_records(files: usize, records: &[(&str, &[u8])]) -> Vec<u8> {
 #[test]
 fn an_entry_has_so_many_attributes() {
     let names: Vec<_> = (0..200).map(|n| format!("SCHILY.xattr.user.{n}")).collect();
-    let records = |count: usize| names.iter().take(count).map(|name| (name.as_str(), &b""[..])).collect::<Vec<_>>();
+    let records = |count: usize| names.iter().take(count).map(|name| (name.as_str(), &b"v"[..])).collect::<Vec<_>>();
     let tar = with_records(1, &records(128));
     let (ingested, _) = ingest_sample(&gzip(&tar)).unwrap();
     assert_eq!(index(&ingested).entries().next().unwrap().unwrap().meta.xattrs.len(), 128);

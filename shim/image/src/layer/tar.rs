@@ -426,6 +426,11 @@ impl ExtendedFields {
             }
             _ => {
                 if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                    // An empty value deletes the record, as for every key (POSIX, pax): tar has no empty attributes.
+                    if !present {
+                        self.xattrs.retain(|(known, _)| known != name);
+                        return Ok(());
+                    }
                     if self.xattrs.len() >= MAX_XATTRS {
                         return Err("an entry has more than 128 extended attributes");
                     }

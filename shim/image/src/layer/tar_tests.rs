@@ -53,6 +53,16 @@ fn read(bytes: &[u8]) -> Result<Vec<(EntryHeader, Vec<u8>)>, TarError> {
 }
 
 #[test]
+fn an_attribute_with_an_empty_value_is_none() {
+    let records = [("a", "1"), ("b", ""), ("a", ""), ("c", ""), ("c", "3"), ("d", "4")];
+    let names = records.map(|(name, value)| (format!("SCHILY.xattr.user.{name}"), value));
+    let archive =
+        [pax(&names.each_ref().map(|(name, value)| (name.as_str(), *value))), block(b"f", b'0', 0, |_| ()).to_vec()];
+    let found = read(&archive.concat()).unwrap().remove(0).0.xattrs;
+    assert_eq!(found, [("user.c", "3"), ("user.d", "4")].map(|(name, value)| (name.into(), value.into())));
+}
+
+#[test]
 fn pax_headers_before_one_entry_have_an_end() {
     let value = "v".repeat(1_000_000);
     let many = |count| {

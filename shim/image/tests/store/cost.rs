@@ -16,13 +16,13 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
         "many small attributes" => {
             let names: Vec<_> = (0..count).map(|n| format!("SCHILY.xattr.user.{n:x}")).collect();
             for file in 0..8 {
-                tar = tar.pax(&empty(&names)).file(&format!("f{file}"), 0o644, b"");
+                tar = tar.pax(&shortest(&names)).file(&format!("f{file}"), 0o644, b"");
             }
         }
         "as many attributes as are allowed" => {
             let names: Vec<_> = (0..128).map(|n| format!("SCHILY.xattr.user.{n:x}")).collect();
             for file in 0..count / 128 {
-                tar = tar.pax(&empty(&names)).file(&format!("f{file}"), 0o644, b"");
+                tar = tar.pax(&shortest(&names)).file(&format!("f{file}"), 0o644, b"");
             }
         }
         "long names" => {
@@ -60,9 +60,9 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
     vec![tar.done()]
 }
 
-/// Returns pax records without a value.
-fn empty(names: &[String]) -> Vec<(&str, &[u8])> {
-    names.iter().map(|name| (name.as_str(), &b""[..])).collect()
+/// Returns pax records with the shortest value.
+fn shortest(names: &[String]) -> Vec<(&str, &[u8])> {
+    names.iter().map(|name| (name.as_str(), &b"v"[..])).collect()
 }
 
 fn memory(field: &str) -> u64 {
