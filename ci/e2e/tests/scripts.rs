@@ -1,7 +1,7 @@
 //! Tests functions of the scripts below `ci`.
 
 use nacelle_e2e::eventually;
-use nacelle_e2e::run::run_program;
+use nacelle_e2e::run::{run, run_program};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
@@ -302,4 +302,22 @@ fn the_installer_labels_nodes_and_removes_only_what_kubelet_does_not_use() {
     installer.wait_for_label("nacelle.dev/runtime- nacelle.dev/installed-");
     assert_eq!(installer.tarball.files(), ["etc/nacelle/config.toml"]);
     assert!(installer.calls("nsenter").iter().any(|call| call.contains("disable --quiet --now")));
+}
+
+#[test]
+fn an_initramfs_has_a_static_init() {
+    let cache = tempfile::tempdir().expect("the temporary directory is writable");
+    let build = |binary: &Path| {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../guest/build");
+        let mut command = Command::new(script);
+        run(command.arg("initramfs").arg(binary).env("NACELLE_CACHE", cache.path()))
+    };
+    let refused = build(&std::env::current_exe().expect("it runs"));
+    assert!(refused.code == 1 && refused.stderr.contains("is linked dynamically"), "{refused:?}");
+    let refused = build(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")));
+    assert!(refused.code == 1 && refused.stderr.contains("is no ELF file"), "{refused:?}");
+    // A failed build leaves nothing that the next one takes for an archive.
+    assert_eq!(std::fs::read_dir(cache.path().join("guest")).expect("it was made").count(), 0);
+    let archive = build(Path::new("/bin/busybox")).ok();
+    assert!(std::fs::read(archive.trim()).expect("it was written").starts_with(b"070701"));
 }
