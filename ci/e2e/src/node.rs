@@ -49,10 +49,31 @@ impl Netns {
     }
 }
 
-/// Mounts the file system of the daemon's data.
-fn mount_disk(directory: &Path) {
-    let (image, root) = (directory.join("disk.ext4"), directory.join("root"));
-    run_program("mount", [OsStr::new("-o"), "loop".as_ref(), image.as_os_str(), root.as_os_str()]).ok();
+/// The mounted file system of the daemon's data. Dropping this unmounts it.
+struct NodeDisk {
+    image: PathBuf,
+    root: PathBuf,
+}
+
+impl NodeDisk {
+    /// Makes an ext4 of this size in the node's directory and mounts it.
+    fn create(directory: &Path, mib: u32, mkfs_arguments: &[&str]) -> NodeDisk {
+        let disk = NodeDisk { image: directory.join("disk.ext4"), root: directory.join("root") };
+        run_program("truncate", [format!("--size={mib}M").as_ref(), disk.image.as_os_str()]).ok();
+        run(Command::new("mkfs.ext4").arg("-q").args(mkfs_arguments).arg(&disk.image)).ok();
+        disk.mount();
+        disk
+    }
+
+    fn mount(&self) {
+        run_program("mount", [OsStr::new("-o"), "loop".as_ref(), self.image.as_os_str(), self.root.as_os_str()]).ok();
+    }
+}
+
+impl Drop for NodeDisk {
+    fn drop(&mut self) {
+        run_program("umount", [&self.root]);
+    }
 }
 
 /// The settings of a node that a test can change before the daemon starts.
@@ -105,7 +126,7 @@ pub struct TestNode {
     daemon: Option<Child>,
     /// The daemon's program.
     program: PathBuf,
-    disk: bool,
+    disk: Option<NodeDisk>,
     missing: Vec<PathBuf>,
     before: Census,
     // The last field: it is removed last.
@@ -131,12 +152,7 @@ impl TestNode {
         }
         // The directory's name has a random part: nothing that an earlier program left is in the way.
         let netns = Netns::new(directory.file_name().and_then(OsStr::to_str).expect("the name is text"));
-        if let Some(mib) = options.disk_mib {
-            let image = directory.join("disk.ext4");
-            run_program("truncate", [format!("--size={mib}M").as_ref(), image.as_os_str()]).ok();
-            run(Command::new("mkfs.ext4").arg("-q").args(options.mkfs_arguments).arg(&image)).ok();
-            mount_disk(&directory);
-        }
+        let disk = options.disk_mib.map(|mib| NodeDisk::create(&directory, mib, options.mkfs_arguments));
         fs::write(directory.join("cni/10-e2e.conflist"), cni_config(&directory, &options))
             .expect("the node's directory is writable");
         let registry = TestRegistry::start(&netns, &directory, options.registry, 5000);
@@ -151,7 +167,7 @@ impl TestNode {
             directory,
             daemon: None,
             program: options.program.unwrap_or_else(|| crate::path_from_env("NACELLE_BIN")),
-            disk: options.disk_mib.is_some(),
+            disk,
             missing: options.missing,
             before,
             _temporary: temporary,
@@ -260,9 +276,10 @@ impl TestNode {
     /// Stops the daemon, lets `change` change the unmounted file system of its data, and starts the daemon again. No pod may run.
     pub fn change_disk(&mut self, change: impl FnOnce(&Path)) {
         assert!(self.terminate(), "the daemon exits cleanly: {}", self.log());
-        run_program("umount", [self.directory.join("root")]).ok();
-        change(&self.directory.join("disk.ext4"));
-        mount_disk(&self.directory);
+        let disk = self.disk.as_ref().expect("the node has a disk of its own");
+        run_program("umount", [&disk.root]).ok();
+        change(&disk.image);
+        disk.mount();
         self.start();
     }
 
@@ -375,9 +392,6 @@ impl Drop for TestNode {
         }
         for mount in crate::census::mounts(&self.directory).iter().rev() {
             run_program("umount", ["--lazy", mount]);
-        }
-        if self.disk {
-            run_program("umount", [self.directory.join("root")]);
         }
         crate::census::remove_cgroup_parent(&self.directory);
         assert!(failing || leaked.is_empty(), "resources remain on the node after all pods were removed: {leaked:#?}");
