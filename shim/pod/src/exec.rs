@@ -25,7 +25,7 @@ const GUEST_KILL_PAUSE: Duration = Duration::from_secs(2);
 
 /// Where a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommandPlace {
+enum ExecTarget {
     /// In a container. It outlives its client.
     Container,
     /// In the guest, outside of all containers. It is killed with its client.
@@ -37,23 +37,32 @@ pub struct ExecProcess {
     agent: Agent,
     id: String,
     exec_id: String,
-    place: CommandPlace,
+    target: ExecTarget,
     /// The command has ended, or runs on by itself.
     is_released: bool,
 }
 
 impl ExecProcess {
-    /// Starts a command.
-    pub async fn start(agent: Agent, place: CommandPlace, request: pod::ExecRequest) -> Result<ExecProcess, PodError> {
+    /// Starts a command in a container. It outlives its client.
+    pub async fn start_in_container(agent: Agent, request: pod::ExecRequest) -> Result<ExecProcess, PodError> {
+        ExecProcess::start(agent, ExecTarget::Container, request).await
+    }
+
+    /// Starts a command in the guest, outside of all containers. It is killed with its client.
+    pub async fn start_in_guest(agent: Agent, request: pod::ExecRequest) -> Result<ExecProcess, PodError> {
+        ExecProcess::start(agent, ExecTarget::Guest, request).await
+    }
+
+    async fn start(agent: Agent, target: ExecTarget, request: pod::ExecRequest) -> Result<ExecProcess, PodError> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let exec_id = format!("exec-{}", NEXT_ID.fetch_add(1, Ordering::Relaxed));
         let pod::ExecRequest { id, args, tty, stdin } = request;
         let request =
             proto::ExecRequest { id: id.clone(), exec_id: exec_id.clone(), args, tty, stdin, columns: 0, rows: 0 };
-        let running = ExecProcess { agent, id, exec_id, place, is_released: false };
-        match place {
-            CommandPlace::Container => running.agent.exec(request).await?,
-            CommandPlace::Guest => running.agent.start_guest_shell(request).await?,
+        let running = ExecProcess { agent, id, exec_id, target, is_released: false };
+        match target {
+            ExecTarget::Container => running.agent.exec(request).await?,
+            ExecTarget::Guest => running.agent.start_guest_shell(request).await?,
         }
         Ok(running)
     }
@@ -78,9 +87,9 @@ impl ExecProcess {
     pub async fn forward_exit(mut self, events: mpsc::Sender<Result<pod::ExecEvent, Status>>) {
         let ended = tokio::select! {
             ended = self.wait_for_exit() => ended,
-            () = events.closed() => match self.place {
-                CommandPlace::Container => return self.abandon().await,
-                CommandPlace::Guest => return,
+            () = events.closed() => match self.target {
+                ExecTarget::Container => return self.abandon().await,
+                ExecTarget::Guest => return,
             },
         };
         let event = ended.map(|exit| pod::ExecEvent { event: Some(pod::exec_event::Event::Exited(exit.code)) });
@@ -103,22 +112,30 @@ impl Drop for ExecProcess {
     fn drop(&mut self) {
         if !self.is_released {
             let (agent, id, exec_id) = (self.agent.clone(), self.id.clone(), self.exec_id.clone());
-            let attempts = if self.place == CommandPlace::Guest { GUEST_KILL_ATTEMPTS } else { 1 };
+            let attempts = if self.target == ExecTarget::Guest { GUEST_KILL_ATTEMPTS } else { 1 };
+            // The exec request may still be in flight: an agent that receives the signal first does not start the command.
             tokio::spawn(async move {
-                for attempt in 1..=attempts {
-                    // The exec request may still be in flight: an agent that receives the signal first does not start the command.
-                    match agent.signal(&id, &exec_id, SIGKILL, false).await {
-                        Ok(()) => return,
-                        Err(error) if error.kind() == FailureKind::NotFound => return,
-                        Err(error) => {
-                            tracing::warn!(%error, attempt, "cannot kill a command whose caller no longer waits");
-                        }
-                    }
-                    if attempt < attempts {
-                        tokio::time::sleep(GUEST_KILL_PAUSE).await;
-                    }
-                }
+                let (agent, id, exec_id) = (&agent, &id, &exec_id);
+                let kill = || agent.signal(id, exec_id, SIGKILL, false);
+                kill_repeatedly(attempts, GUEST_KILL_PAUSE, kill).await;
             });
+        }
+    }
+}
+
+/// Kills a command until its agent confirms it or no longer knows the command, at most `attempts` times.
+async fn kill_repeatedly<F>(attempts: u32, pause: Duration, mut kill: impl FnMut() -> F)
+where
+    F: Future<Output = Result<(), PodError>>,
+{
+    for attempt in 1..=attempts {
+        match kill().await {
+            Ok(()) => return,
+            Err(error) if error.kind() == FailureKind::NotFound => return,
+            Err(error) => tracing::warn!(%error, attempt, "cannot kill a command whose caller no longer waits"),
+        }
+        if attempt < attempts {
+            tokio::time::sleep(pause).await;
         }
     }
 }
@@ -144,7 +161,7 @@ async fn run_without_limit(
 ) -> Result<Bounded<pod::ExecSyncResponse>, PodError> {
     let id = request.id;
     let exec = pod::ExecRequest { id: id.clone(), args: request.args, tty: false, stdin: false };
-    let mut running = ExecProcess::start(agent.clone(), CommandPlace::Container, exec).await?;
+    let mut running = ExecProcess::start_in_container(agent.clone(), exec).await?;
     let (stdout, stderr) = tokio::try_join!(
         agent.open_stream(&id, &running.exec_id, common::Stream::Stdout),
         agent.open_stream(&id, &running.exec_id, common::Stream::Stderr),
@@ -194,6 +211,23 @@ async fn read_to_end(mut stream: impl AsyncRead + Unpin, output: Arc<Mutex<Comma
 mod tests {
     use super::*;
     use crate::guest_values::{FromGuest, MAX_OUTPUT};
+
+    #[tokio::test]
+    async fn a_kill_is_repeated_until_the_agent_confirms_it_or_knows_no_such_command() {
+        let slow = || Err(PodError::TooSlow { what: "signal the command", limit: Duration::ZERO });
+        let unknown = || Err(PodError::NoContainer { id: "c".to_owned() });
+        for (attempts, mut answers, calls) in [
+            (30, vec![slow(), slow(), Ok(()), slow()], 3),
+            (30, vec![slow(), unknown(), slow()], 2),
+            (3, vec![slow(), slow(), slow(), slow()], 3),
+            (1, vec![slow(), slow()], 1),
+        ] {
+            let all = answers.len();
+            let mut left = answers.drain(..);
+            kill_repeatedly(attempts, Duration::ZERO, || std::future::ready(left.next().unwrap())).await;
+            assert_eq!(all - left.len(), calls);
+        }
+    }
 
     #[test]
     fn output_beyond_the_limit_is_read_and_dropped() {

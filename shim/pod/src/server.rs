@@ -2,9 +2,8 @@
 //! actor into one response.
 
 use crate::actor::{ActorHandles, ActorMessage, ActorRequest, ContainerHandle, Reply};
-use crate::agent::Agent;
 use crate::error::PodError;
-use crate::exec::{CommandPlace, ExecProcess};
+use crate::exec::ExecProcess;
 use crate::guest_values::{Bounded, StatisticsBounds};
 use crate::memory::{self, MemoryResizer, RunningVm};
 use crate::record::SavedPodState;
@@ -58,13 +57,8 @@ impl PodService {
 /// The start and the end of a command.
 type CommandEvents = ReceiverStream<Result<proto::ExecEvent, Status>>;
 
-/// Starts a command and reports its start and its end.
-async fn start_command(
-    agent: Agent,
-    place: CommandPlace,
-    request: proto::ExecRequest,
-) -> Result<Response<CommandEvents>, Status> {
-    let started = ExecProcess::start(agent, place, request).await;
+/// Reports the start and the end of a command.
+fn report_command(started: Result<ExecProcess, PodError>) -> Result<Response<CommandEvents>, Status> {
     let process = started.map_err(|error| crate::codes::status(&error))?;
     let (events, receiver) = mpsc::channel(2);
     let began = proto::exec_event::Event::Started(process.exec_id().to_owned());
@@ -142,7 +136,7 @@ impl Pod for PodService {
         let request = request.into_inner();
         let ContainerHandle { agent, .. } =
             self.call(|reply| ActorRequest::GetContainer(request.id.clone(), reply)).await?.into_inner();
-        start_command(agent, CommandPlace::Container, request).await
+        report_command(ExecProcess::start_in_container(agent, request).await)
     }
 
     type StartGuestShellStream = CommandEvents;
@@ -156,7 +150,7 @@ impl Pod for PodService {
         }
         let agent = self.call(ActorRequest::GetAgent).await?.into_inner();
         // The agent knows whether the container exists.
-        start_command(agent, CommandPlace::Guest, request.into_inner()).await
+        report_command(ExecProcess::start_in_guest(agent, request.into_inner()).await)
     }
 
     async fn update_container(
