@@ -9,49 +9,46 @@ use nacelle_proto::{common, pod};
 /// What every process of this major version has.
 const BASE: PodFeatureSet = PodFeatureSet::BASE;
 
-/// An RPC of the service Pod, except Hello, which needs no feature.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PodRpc {
-    Configure,
-    State,
-    Watch,
-    CreateContainer,
-    StartContainer,
-    StopContainer,
-    RemoveContainer,
-    ExecSync,
-    Exec,
-    StartGuestShell,
-    UpdateContainer,
-    SetProcessors,
-    SetMemory,
-    Resize,
-    Stats,
-    Stop,
+/// Defines [`PodRpc`] with the features that each RPC needs besides those of its request.
+macro_rules! pod_rpcs {
+    ($($rpc:ident: $needed:expr,)*) => {
+        /// An RPC of the service Pod, except Hello, which needs no feature.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum PodRpc {
+            $($rpc,)*
+        }
+
+        impl PodRpc {
+            #[cfg(test)]
+            const ALL: &[PodRpc] = &[$(PodRpc::$rpc,)*];
+
+            /// Returns the features that the RPC needs, besides those of its request.
+            pub(crate) const fn needed(self) -> PodFeatureSet {
+                match self {
+                    $(PodRpc::$rpc => $needed,)*
+                }
+            }
+        }
+    };
 }
 
-impl PodRpc {
-    /// Returns the features that the RPC needs, besides those of its request.
-    pub(crate) const fn needed(self) -> PodFeatureSet {
-        match self {
-            PodRpc::Configure
-            | PodRpc::State
-            | PodRpc::Watch
-            | PodRpc::CreateContainer
-            | PodRpc::StartContainer
-            | PodRpc::StopContainer
-            | PodRpc::RemoveContainer
-            | PodRpc::ExecSync
-            | PodRpc::Exec
-            | PodRpc::UpdateContainer
-            | PodRpc::SetProcessors
-            | PodRpc::SetMemory
-            | PodRpc::Resize
-            | PodRpc::Stats
-            | PodRpc::Stop => BASE,
-            PodRpc::StartGuestShell => PodFeatureSet::only(PodFeature::GuestShell),
-        }
-    }
+pod_rpcs! {
+    Configure: BASE,
+    State: BASE,
+    Watch: BASE,
+    CreateContainer: BASE,
+    StartContainer: BASE,
+    StopContainer: BASE,
+    RemoveContainer: BASE,
+    ExecSync: BASE,
+    Exec: BASE,
+    StartGuestShell: PodFeatureSet::only(PodFeature::GuestShell),
+    UpdateContainer: BASE,
+    SetProcessors: BASE,
+    SetMemory: BASE,
+    Resize: BASE,
+    Stats: BASE,
+    Stop: BASE,
 }
 
 /// A message that the daemon sends to a pod process.
@@ -230,30 +227,12 @@ mod tests {
 
     #[test]
     fn every_rpc_is_in_the_table() {
-        use PodRpc::*;
-        let table = [
-            Configure,
-            State,
-            Watch,
-            CreateContainer,
-            StartContainer,
-            StopContainer,
-            RemoveContainer,
-            ExecSync,
-            Exec,
-            StartGuestShell,
-            UpdateContainer,
-            SetProcessors,
-            SetMemory,
-            Resize,
-            Stats,
-            Stop,
-        ];
         let rpcs = PROTO.lines().filter_map(|line| line.trim_start().strip_prefix("rpc ")?.split('(').next());
-        let listed: Vec<_> = std::iter::once("Hello".to_owned()).chain(table.map(|rpc| format!("{rpc:?}"))).collect();
+        let known = PodRpc::ALL.iter().map(|rpc| format!("{rpc:?}"));
+        let listed: Vec<_> = std::iter::once("Hello".to_owned()).chain(known).collect();
         assert_eq!(rpcs.collect::<Vec<_>>(), listed);
-        for rpc in table.into_iter().filter(|rpc| rpc.needed() != BASE) {
-            assert_eq!(rpc, StartGuestShell, "an RPC with a feature needs a test of its refusal");
+        for rpc in PodRpc::ALL.iter().filter(|rpc| rpc.needed() != BASE) {
+            assert_eq!(*rpc, PodRpc::StartGuestShell, "an RPC with a feature needs a test of its refusal");
         }
     }
 
