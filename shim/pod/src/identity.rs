@@ -5,7 +5,7 @@
 use nacelle_base::files::{FileError, at, write_whole};
 use nacelle_base::pidfd::{pid_in_proc, pidfd_open};
 use nacelle_base::{Classify, FailureKind};
-use nacelle_model::process::ProcessIdentity;
+use nacelle_model::process::{ProcStat, ProcessIdentity};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -156,13 +156,9 @@ fn stat(pid: i32) -> Result<Option<Stat>, IdentityError> {
     }
 }
 
-/// Parses state, parent and start time. The command's name may contain spaces and parentheses, so the fields are counted
-/// from the last parenthesis.
 fn parse_stat(stat: &str) -> Option<Stat> {
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    let state = fields.next()?.chars().next()?;
-    let parent = fields.next()?.parse().ok()?;
-    Some(Stat { state, parent, start_time: fields.nth(17)?.parse().ok()? })
+    let stat = ProcStat::parse(stat)?;
+    Some(Stat { state: stat.field(3)?, parent: stat.field(4)?, start_time: stat.field(22)? })
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //! /proc (proc(5)); the share of the guest's memory; and the counters of their cgroup. The functions block for some reads of
 //! /proc.
 
-use nacelle_model::process::ProcessIdentity;
+use nacelle_model::process::{ProcStat, ProcessIdentity, status_field};
 use nacelle_pod::{GroupUsage, cgroup_usage, holds_containers};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -222,18 +222,15 @@ fn list_descendants(proc: &Path, pid: i32) -> Vec<PathBuf> {
 
 /// Returns from /proc/PID/stat the ticks used by a process and its ended children, and its start time.
 fn parse_stat(stat: &str) -> Option<(u64, u64)> {
-    // The process name may contain any character.
-    let (_, fields) = stat.rsplit_once(')')?;
-    let fields: Vec<&str> = fields.split_whitespace().collect();
-    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
-    let ticks = (14..=17).map(field).try_fold(0_u64, |sum, ticks| Some(sum.saturating_add(ticks?)))?;
-    Some((ticks, field(22)?))
+    let stat = ProcStat::parse(stat)?;
+    let mut used = (14..=17).map(|number| stat.field::<u64>(number));
+    let ticks = used.try_fold(0_u64, |sum, ticks| Some(sum.saturating_add(ticks?)))?;
+    Some((ticks, stat.field(22)?))
 }
 
 /// Returns a field of /proc/PID/status in bytes, 0 if it is missing.
 fn status_bytes(status: &str, name: &str) -> u64 {
-    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    let kib = status_field(status, name).and_then(|text| text.strip_suffix(" kB")?.parse::<u64>().ok());
     kib.unwrap_or(0).saturating_mul(1024)
 }
 

@@ -2,6 +2,7 @@
 //! a few reads of /proc.
 
 use super::family;
+use nacelle_model::process::{ProcStat, status_field};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -39,15 +40,10 @@ impl ProcessFigures {
 
     /// Parses /proc/PID/stat and status; `boot` is when the node started, in seconds since 1970.
     fn parse(stat: &str, status: &str, ticks: f64, boot: Option<f64>) -> ProcessFigures {
-        // The name of the process may contain any character.
-        let fields: Vec<&str> = stat.rsplit_once(')').map_or(Vec::new(), |(_, rest)| rest.split_whitespace().collect());
-        // Fields count from 1, and the third is the first after the name.
-        let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
+        let stat = ProcStat::parse(stat);
+        let field = |number: usize| stat.as_ref()?.field::<u64>(number);
         let seconds = |ticks_used: u64| ticks_used as f64 / ticks;
-        let of = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-            line.split_whitespace().next()?.parse::<u64>().ok()
-        };
+        let of = |name: &str| status_field(status, name)?.split_whitespace().next()?.parse::<u64>().ok();
         ProcessFigures {
             cpu_seconds: field(14).zip(field(15)).map(|(user, system)| seconds(user.saturating_add(system))),
             start_seconds: field(22).zip(boot).map(|(start, boot)| boot + seconds(start)),
