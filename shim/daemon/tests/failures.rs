@@ -168,9 +168,12 @@ fn a_container_that_cannot_be_made_is_not_there_and_one_that_cannot_start_has_en
         assert!(daemon.containers().await.is_empty());
         let id = daemon.create(&pod, "d").await.unwrap();
         daemon.start(&id).await.unwrap();
-        world.script.fail_named("stop", 1);
-        assert!(daemon.stop(&id).await.is_err());
-        assert_eq!(daemon.status(&id).await.unwrap().state(), cri::ContainerState::ContainerRunning);
+        for (step, request) in [("stop", true), ("remove", false)] {
+            world.script.fail_named(step, 1);
+            assert!(if request { daemon.stop(&id).await } else { daemon.remove(&id).await }.is_err(), "{step}");
+            let status = daemon.status(&id).await.unwrap();
+            assert_eq!((status.state(), status.finished_at), (cri::ContainerState::ContainerRunning, 0), "{step}");
+        }
         daemon.stop(&id).await.unwrap();
     });
 }

@@ -113,8 +113,10 @@ pub enum ContainerEvent {
     Stop,
     /// Stop the container and remove its records.
     Remove,
-    /// The guest could not remove the container.
+    /// The guest could not remove the container, whose first process has ended.
     RemoveFailed,
+    /// The guest could not remove the container, and did not report that its first process has ended.
+    RemoveFailedRunning,
 }
 
 /// The action that follows an event of a container.
@@ -264,6 +266,7 @@ impl ContainerState {
             (Removing, Event::Remove) => (Removing, Action::Nothing),
             (Created | Starting | Running | Exited, Event::Remove) => (Removing, Action::Remove),
             (Removing, Event::RemoveFailed) => (Exited, Action::Nothing),
+            (Removing, Event::RemoveFailedRunning) => (Running, Action::Nothing),
             // The container is in this state already, or the event comes too late to matter.
             (Starting | Running, Event::Start) => (self, Action::Nothing),
             (Creating | Created | Exited | Removing, Event::Stop) => (self, Action::Nothing),
@@ -277,7 +280,7 @@ impl ContainerState {
 
 impl ContainerEvent {
     /// All events.
-    pub const ALL: [ContainerEvent; 10] = [
+    pub const ALL: [ContainerEvent; 11] = [
         ContainerEvent::Created,
         ContainerEvent::CreateFailed,
         ContainerEvent::CreateFailedAfterReply,
@@ -288,6 +291,7 @@ impl ContainerEvent {
         ContainerEvent::Stop,
         ContainerEvent::Remove,
         ContainerEvent::RemoveFailed,
+        ContainerEvent::RemoveFailedRunning,
     ];
 
     fn name(self) -> &'static str {
@@ -302,6 +306,7 @@ impl ContainerEvent {
             ContainerEvent::Stop => "stop",
             ContainerEvent::Remove => "remove",
             ContainerEvent::RemoveFailed => "remove failed",
+            ContainerEvent::RemoveFailedRunning => "remove failed, running",
         }
     }
 }
@@ -423,7 +428,8 @@ mod tests {
             for event in events {
                 let event = ContainerEvent::ALL[event];
                 if let Ok((next, _)) = state.step(event) {
-                    prop_assert!(rank(next) >= rank(state) || (state, event) == (ContainerState::Removing, ContainerEvent::RemoveFailed));
+                    let is_kept = matches!(event, ContainerEvent::RemoveFailed | ContainerEvent::RemoveFailedRunning);
+                    prop_assert!(rank(next) >= rank(state) || (state == ContainerState::Removing && is_kept));
                     state = next;
                 }
             }

@@ -10,7 +10,8 @@
 //!                |                     |                  `----StartFailed---------------------->'  |
 //!             CreateFailed             `--Remove--> Removing <--------------Remove------------------'
 //!                v                                      `--Removed--> Gone
-//!               Gone                                    `--RemoveFailed--> Exited
+//!               Gone                                    |--RemoveFailed--> Exited
+//!                                                       `--RemoveFailedRunning--> Running
 //! ```
 
 use crate::record::Phase;
@@ -87,8 +88,10 @@ pub enum ContainerEvent {
     Remove,
     /// The agent has removed the container.
     Removed,
-    /// The agent could not remove the container.
+    /// The agent could not remove the container, whose first process has ended or never ran.
     RemoveFailed,
+    /// The agent could not remove the container, and did not report that its first process has ended.
+    RemoveFailedRunning,
 }
 
 /// The action that follows an event of a container.
@@ -184,6 +187,7 @@ impl ContainerState {
             (Gone, Event::Remove) => (Gone, Action::Nothing),
             (Removing, Event::Removed) => (Gone, Action::Nothing),
             (Removing, Event::RemoveFailed) => (Exited, Action::Nothing),
+            (Removing, Event::RemoveFailedRunning) => (Running, Action::Nothing),
 
             _ => return Err(InvalidTransition { state: self, event }),
         })
@@ -202,9 +206,23 @@ mod tests {
         use ContainerState::*;
         [Gone, Creating, Created, Starting, Running, Exited, Removing]
     };
-    const CONTAINER_EVENTS: [ContainerEvent; 12] = {
+    const CONTAINER_EVENTS: [ContainerEvent; 13] = {
         use ContainerEvent::*;
-        [Create, Created, CreateFailed, Start, Started, StartFailed, Exited, Lost, Stop, Remove, Removed, RemoveFailed]
+        [
+            Create,
+            Created,
+            CreateFailed,
+            Start,
+            Started,
+            StartFailed,
+            Exited,
+            Lost,
+            Stop,
+            Remove,
+            Removed,
+            RemoveFailed,
+            RemoveFailedRunning,
+        ]
     };
 
     fn row<S: Debug, E: Debug, A: Debug, R>(state: S, event: E, outcome: Result<(S, A), R>) -> String {

@@ -192,6 +192,27 @@ async fn a_stop_signal_that_could_not_be_sent_is_sent_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_that_could_not_be_removed_runs_until_its_end_is_reported() {
+    let (fixture, client) = PodFixture::ready().await;
+    fixture.run(&client, "a", "hold").await;
+    fixture.agent.fault("remove", RpcFault::Refuse(tonic::Code::FailedPrecondition, "it cannot be killed".into()));
+    let phase = async || {
+        let state = client.state().await.unwrap();
+        state.containers.iter().find(|container| container.id == "a").unwrap().phase()
+    };
+    client.remove_container("a").await.unwrap_err();
+    assert_eq!(phase().await, pod::ContainerPhase::Running);
+    client.stop_container("a", GRACE).await.unwrap();
+    assert_eq!(exited(&client, "a").await.exit_code, 143);
+    client.remove_container("a").await.unwrap_err();
+    assert_eq!(phase().await, pod::ContainerPhase::Exited);
+    fixture.agent.faults.lock().unwrap().clear();
+    client.remove_container("a").await.unwrap();
+    client.stop(GRACE).await.unwrap();
+    fixture.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exec_sync_returns_output_and_code_and_is_killed_at_its_timeout() {
     let (fixture, client) = PodFixture::ready().await;
     fixture.run(&client, "a", "hold").await;

@@ -309,14 +309,23 @@ impl PodActor {
             _ if self.agent.is_none() => Ok(()),
             other => other.map_err(Failure::from),
         };
-        let event = if outcome.is_ok() { ContainerEvent::Removed } else { ContainerEvent::RemoveFailed };
+        let record = self.record.containers.iter().find(|container| container.id == id);
+        let runs = record.is_some_and(|record| record.phase == ContainerPhase::Running);
+        let event = match (&outcome, runs) {
+            (Ok(()), _) => ContainerEvent::Removed,
+            (Err(_), true) => ContainerEvent::RemoveFailedRunning,
+            (Err(_), false) => ContainerEvent::RemoveFailed,
+        };
         self.apply_container_event(id, event);
         let Some(entry) = self.containers.get_mut(id) else { return };
         for reply in std::mem::take(&mut entry.waiting) {
             let outcome = outcome.clone();
             replies.add(move || send_reply(reply, outcome));
         }
-        if let Some(exit_task) = entry.exit_task.take() {
+        // A container that still runs is watched as before.
+        if event != ContainerEvent::RemoveFailedRunning
+            && let Some(exit_task) = entry.exit_task.take()
+        {
             exit_task.abort();
         }
         match outcome {
@@ -328,7 +337,7 @@ impl PodActor {
             }
             Err(failure) => {
                 let record = self.record.containers.iter_mut().find(|container| container.id == id);
-                if let Some(record) = record.filter(|record| record.phase != ContainerPhase::Exited) {
+                if let Some(record) = record.filter(|record| record.phase == ContainerPhase::Created) {
                     mark_lost(record, &failure.message);
                 }
             }

@@ -50,7 +50,13 @@ impl Actor {
 
     async fn exited(&mut self, id: &ContainerId, report: ContainerReport) {
         let Some(entry) = self.containers.get_mut(id) else { return };
-        if !matches!(entry.record.state, ContainerState::Created | ContainerState::Starting | ContainerState::Running) {
+        let is_news = match entry.record.state {
+            ContainerState::Created | ContainerState::Starting | ContainerState::Running => true,
+            // The removal kills the container, and may fail after that.
+            ContainerState::Removing => entry.record.finished_at == 0,
+            ContainerState::Creating | ContainerState::Exited => false,
+        };
+        if !is_news {
             return;
         }
         let record = &mut entry.record;

@@ -48,6 +48,7 @@ impl Actor {
     pub(crate) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
         // Without a VM only the record of the container is left.
         let result = if self.pod.state == state::PodState::Ready { result } else { Ok(()) };
+        let is_in_guest = result.is_err();
         let result = match result {
             Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
             failed => failed,
@@ -72,11 +73,16 @@ impl Actor {
                         Message::RemoveAgain(id)
                     });
                 }
+                let mut event = ContainerEvent::RemoveFailed;
                 if let Some(entry) = self.containers.get_mut(&id).filter(|entry| entry.record.finished_at == 0) {
-                    entry.record.finished_at = unix_nanos();
-                    entry.record.exit_code = lost_code();
+                    if is_in_guest && entry.record.started_at != 0 {
+                        event = ContainerEvent::RemoveFailedRunning;
+                    } else {
+                        entry.record.finished_at = unix_nanos();
+                        entry.record.exit_code = lost_code();
+                    }
                 }
-                self.step_container(&id, ContainerEvent::RemoveFailed).await;
+                self.step_container(&id, event).await;
                 if let Some(entry) = self.containers.get_mut(&id) {
                     entry.removal = Patience::default();
                     answer_all(
