@@ -79,8 +79,7 @@ impl TraceExporter {
         let (spans, queue) = mpsc::channel(QUEUE);
         let end = CancellationToken::new();
         let client = TraceServiceClient::new(channel);
-        let sender =
-            BatchSender { client, endpoint, resource: describe_daemon(), counters: counters.clone(), last_log: None };
+        let sender = BatchSender::new(client, endpoint, PAUSES, counters);
         let task = tokio::spawn(send_batches(queue, sender, end.clone()));
         let layer =
             TraceLayer::new(SpanQueue { spans, counters: counters.clone() }, settings.sampling_rate_per_million);
@@ -154,18 +153,30 @@ struct BatchSender {
     endpoint: TraceEndpoint,
     resource: Resource,
     counters: EventCounters,
+    /// The pauses before a request is repeated.
+    pauses: [Duration; PAUSES.len()],
     /// When the log last named a loss.
     last_log: Option<Instant>,
 }
 
 impl BatchSender {
+    fn new(
+        client: TraceServiceClient<Channel>,
+        endpoint: TraceEndpoint,
+        pauses: [Duration; PAUSES.len()],
+        counters: &EventCounters,
+    ) -> BatchSender {
+        let (resource, counters) = (describe_daemon(), counters.clone());
+        BatchSender { client, endpoint, resource, counters, pauses, last_log: None }
+    }
+
     /// Sends spans, repeatedly if the collector may accept them later. Those that it does not accept are dropped.
     async fn send(&mut self, spans: &[Span]) {
-        let mut pauses = PAUSES.iter();
+        let mut pauses = self.pauses.into_iter();
         loop {
             let Err(status) = self.try_send(spans).await else { return };
             match pauses.next().filter(|_| is_temporary(status.code())) {
-                Some(pause) => tokio::time::sleep(*pause).await,
+                Some(pause) => tokio::time::sleep(pause).await,
                 None => return self.report_loss(spans.len(), &format!("{:?}: {}", status.code(), status.message())),
             }
         }
@@ -265,15 +276,25 @@ mod tests {
     fn sender_to(directory: &tempfile::TempDir, counters: &EventCounters) -> BatchSender {
         let endpoint: TraceEndpoint = format!("unix:{}", directory.path().join("s").display()).parse().unwrap();
         let client = TraceServiceClient::new(connect(&endpoint).unwrap());
-        BatchSender { client, endpoint, resource: describe_daemon(), counters: counters.clone(), last_log: None }
+        BatchSender::new(client, endpoint, [Duration::ZERO; PAUSES.len()], counters)
     }
 
     fn serve(directory: &tempfile::TempDir) -> FakeCollector {
+        serve_until(directory, CancellationToken::new()).0
+    }
+
+    /// Serves until `end`.
+    fn serve_until(directory: &tempfile::TempDir, end: CancellationToken) -> (FakeCollector, JoinHandle<()>) {
         let collector = FakeCollector::default();
-        let listener = UnixListener::bind(directory.path().join("s")).unwrap();
+        let socket = directory.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
         let server = nacelle_proto::server::builder().add_service(TraceServiceServer::new(collector.clone()));
-        tokio::spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
-        collector
+        let serving = tokio::spawn(async move {
+            let incoming = UnixListenerStream::new(listener);
+            server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await.unwrap();
+            std::fs::remove_file(socket).unwrap();
+        });
+        (collector, serving)
     }
 
     #[test]
@@ -297,6 +318,22 @@ mod tests {
         sender.send(&[named("e"), named("")]).await;
         assert_eq!((*collector.0.lock().unwrap(), dropped(&counters).as_str()), (4, "3"));
         assert!(logged.is_some() && sender.last_log == logged);
+    }
+
+    #[tokio::test]
+    async fn spans_arrive_again_after_a_restart_of_the_collector_and_lost_ones_are_counted() {
+        let (directory, counters) = (tempfile::tempdir().unwrap(), EventCounters::new([]));
+        let mut sender = sender_to(&directory, &counters);
+        let end = CancellationToken::new();
+        let (first, serving) = serve_until(&directory, end.clone());
+        sender.send(&[named("a")]).await;
+        end.cancel();
+        serving.await.unwrap();
+        sender.send(&[named("b"), named("c")]).await;
+        assert_eq!((*first.0.lock().unwrap(), dropped(&counters).as_str()), (1, "2"));
+        let second = serve(&directory);
+        sender.send(&[named("d")]).await;
+        assert_eq!((*second.0.lock().unwrap(), dropped(&counters).as_str()), (1, "2"));
     }
 
     #[tokio::test]

@@ -119,7 +119,7 @@ impl RequestSpan {
             vec![text("rpc.system", "grpc"), text("rpc.service", span.service), text("rpc.method", span.method)];
         attributes.push(attribute("rpc.grpc.status_code", Value::IntValue(i64::from(i32::from(code)))));
         attributes.append(&mut span.attributes.lock().unwrap_or_else(PoisonError::into_inner));
-        let status = (code != Code::Ok)
+        let status = is_server_fault(code)
             .then(|| Status { code: StatusCode::Error.into(), message: cut(message, MAX_MESSAGE).to_owned() });
         span.queue.push(Span {
             span_id: span.span_id.to_vec(),
@@ -141,6 +141,20 @@ impl OpenSpan {
     fn frame(&self) -> Span {
         Span { trace_id: self.trace_id.to_vec(), trace_state: self.state.clone(), ..Span::default() }
     }
+}
+
+/// Returns whether a request failed by a fault of this server and not of its client, as OpenTelemetry's semantic conventions for gRPC
+/// servers classify the codes: only then is the span an error.
+fn is_server_fault(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Unknown
+            | Code::DeadlineExceeded
+            | Code::Unimplemented
+            | Code::Internal
+            | Code::Unavailable
+            | Code::DataLoss
+    )
 }
 
 /// Returns a random id, which is not all zeros.
@@ -170,4 +184,16 @@ fn attribute(key: &str, value: Value) -> KeyValue {
 
 fn unsigned(nanos: i64) -> u64 {
     u64::try_from(nanos).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_faults_of_the_server_are_errors() {
+        let faults = (0..=16).filter(|code| is_server_fault(Code::from_i32(*code)));
+        // UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE and DATA_LOSS.
+        assert_eq!(faults.collect::<Vec<_>>(), [2, 4, 12, 13, 14, 15]);
+    }
 }
