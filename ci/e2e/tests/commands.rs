@@ -15,7 +15,7 @@ fn nacelle(arguments: &[&str]) -> ProgramOutput {
 
 #[test]
 fn commands_print_json_and_yaml_and_have_exit_codes() {
-    let node = TestNode::new();
+    let mut node = TestNode::new();
     let image = node.push_and_pull(&TestImage::busybox(), "app:1");
     let pod = node.crictl.run_pod(PodRequest::new("listed", node.directory()));
     let secret = json!([{"key": "PASSWORD", "value": "s3cret"}]);
@@ -85,6 +85,25 @@ fn commands_print_json_and_yaml_and_have_exit_codes() {
     }
     let valid = nacelle(&["config", "check", &config]);
     assert_eq!(valid.ok(), format!("{config}: valid"));
+
+    // A command that follows a stream ends with the daemon, whether that is killed or asked to stop.
+    for kills in [true, false] {
+        let mut watch = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
+        watch.args(["vm", "watch", "--config", &config]).stdout(Stdio::null()).stderr(Stdio::piped());
+        let watch = watch.spawn().expect("nacelle can be started");
+        let socket = node.directory().join("nacelle.sock").display().to_string();
+        let connected = || run_program("ss", ["-xH", "state", "established", "src", &socket]).ok();
+        eventually("the watch is connected", || (!connected().is_empty()).then_some(()));
+        if kills {
+            node.kill();
+            node.start();
+        } else {
+            assert!(node.terminate());
+        }
+        let ended = watch.wait_with_output().expect("it is ours");
+        let error = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.code() == Some(5) && error.contains("the connection to the daemon is lost"), "{ended:?}");
+    }
 }
 
 /// Checks that a bundle has the pod's timeline, is its owner's only, and contains no environment of a container.

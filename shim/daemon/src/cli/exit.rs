@@ -95,6 +95,11 @@ pub(super) enum CommandError {
         "the daemon does not respond: it is stopped, overloaded or still starting; see systemctl status nacelle and journalctl -u nacelle"
     )]
     NoAnswer,
+    /// The daemon ended while the command waited for it.
+    #[error(
+        "the connection to the daemon is lost: it has stopped or is restarting; see systemctl status nacelle and journalctl -u nacelle"
+    )]
+    ConnectionLost,
     /// The user may not use the daemon's socket.
     #[error("cannot connect to the daemon on {socket}: permission denied; only root may use it", socket = socket.display())]
     SocketDenied {
@@ -117,16 +122,20 @@ pub(super) enum CommandError {
 impl CommandError {
     /// Converts the status of a failed request.
     pub(super) fn from_status(status: &tonic::Status) -> CommandError {
-        match is_without_answer(status) {
-            true => CommandError::NoAnswer,
-            false => CommandError::Daemon { code: status.code(), message: status.message().to_owned() },
+        match status.source() {
+            _ if is_without_answer(status) => CommandError::NoAnswer,
+            // A status of the daemon has no cause here: the causes do not travel.
+            Some(_) => CommandError::ConnectionLost,
+            None => CommandError::Daemon { code: status.code(), message: status.message().to_owned() },
         }
     }
 
     fn status(&self) -> ExitStatus {
         match self {
             CommandError::Daemon { code, .. } => status_of_kind(FailureKind::from_grpc_code(*code as i32)),
-            CommandError::NoDaemon { .. } | CommandError::NoAnswer => ExitStatus::Unreachable,
+            CommandError::NoDaemon { .. } | CommandError::NoAnswer | CommandError::ConnectionLost => {
+                ExitStatus::Unreachable
+            }
             CommandError::SocketDenied { .. } => ExitStatus::Denied,
             CommandError::NotFound { .. } => ExitStatus::NotFound,
             CommandError::OutputClosed => ExitStatus::OutputClosed,
@@ -175,6 +184,7 @@ mod tests {
             (daemon(tonic::Code::DataLoss), ExitStatus::Failure),
             (CommandError::NoDaemon { socket: socket(), source: io::Error::other("x") }, ExitStatus::Unreachable),
             (CommandError::NoAnswer, ExitStatus::Unreachable),
+            (CommandError::ConnectionLost, ExitStatus::Unreachable),
             (CommandError::SocketDenied { socket: socket() }, ExitStatus::Denied),
             (CommandError::NotFound { kind: "image", name: "a".into() }, ExitStatus::NotFound),
             (CommandError::OutputClosed, ExitStatus::OutputClosed),

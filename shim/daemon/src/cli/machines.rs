@@ -7,6 +7,7 @@ pub(super) mod views;
 
 use super::ExitStatus;
 use super::daemon::{connect, status_error};
+use super::exit::CommandError;
 use super::output::{OutputArgument, output_error, print, print_bytes};
 use crate::config::Config;
 use anyhow::Context;
@@ -276,7 +277,8 @@ async fn watch(client: &mut VmClient, namespace: Option<String>) -> anyhow::Resu
         let line = serde_json::to_string(&VmView::from(machine)).context("cannot format the VM as JSON")?;
         print(&(line + "\n"))?;
     }
-    Ok(())
+    // Only the daemon's shutdown ends the list of changes.
+    Err(CommandError::ConnectionLost.into())
 }
 
 async fn list_snapshots(client: &mut VmClient, name: VmName, output: OutputArgument) -> anyhow::Result<()> {

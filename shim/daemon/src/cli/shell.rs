@@ -2,10 +2,10 @@
 
 use super::ExitStatus;
 use super::daemon::{connect, status_error};
+use super::exit::CommandError;
 use super::output::output_error;
 use super::terminal::{self, RawTerminal};
 use crate::config::Config;
-use anyhow::bail;
 use nacelle_base::retry::retry_interrupted;
 use nacelle_proto::node::guest_shell_event::Event;
 use nacelle_proto::node::guest_shell_request::Request;
@@ -108,5 +108,5 @@ async fn copy_output(mut events: Streaming<GuestShellEvent>) -> anyhow::Result<E
             None => {}
         }
     }
-    bail!("the daemon ended the session before the command ended")
+    Err(CommandError::ConnectionLost.into())
 }
