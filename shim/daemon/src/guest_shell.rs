@@ -6,7 +6,7 @@
 use crate::cri::status::{refuse, status};
 use crate::lifecycle::{LifecycleError, Node, View};
 use crate::streaming::NodeStreams;
-use nacelle_base::{Chain, Classify, FailureKind};
+use nacelle_base::{Chain, Classify, ContainerId, FailureKind};
 use nacelle_model::record::ContainerRecord;
 use nacelle_model::state::ContainerState;
 use nacelle_pod::client::PodClient;
@@ -65,6 +65,16 @@ enum GuestShellError {
         /// The names of its containers.
         known: String,
     },
+    /// The container was removed after it had been chosen.
+    #[error(
+        "cannot run a command in the guest: container {container}, whose image has the programs, was removed; repeat the command"
+    )]
+    ContainerRemoved {
+        /// The name of the container.
+        container: String,
+        /// What the agent reports.
+        source: Box<LifecycleError>,
+    },
     /// The image of the container lacks the program.
     #[error(
         "the guest has no programs of its own, and the image of container {container} has no {program:?}: choose a container whose \
@@ -85,7 +95,9 @@ impl Classify for GuestShellError {
         match self {
             GuestShellError::Lifecycle(error) => error.kind(),
             GuestShellError::MachinePod { .. } | GuestShellError::NoContainers { .. } => FailureKind::Conflict,
-            GuestShellError::NoContainer { .. } | GuestShellError::NoProgram { .. } => FailureKind::NotFound,
+            GuestShellError::NoContainer { .. }
+            | GuestShellError::ContainerRemoved { .. }
+            | GuestShellError::NoProgram { .. } => FailureKind::NotFound,
         }
     }
 }
@@ -101,7 +113,9 @@ pub(crate) async fn open(
     }
     let session = ShellSession::start(node, start).await.map_err(status)?;
     let (sender, events) = mpsc::channel(MAX_QUEUED);
-    tokio::spawn(session.run(requests, sender));
+    let shutdown = node.services().events.closed();
+    let ShellSession { process, terminal } = session;
+    tokio::spawn(async move { copy_streams(process, Some(&terminal), requests, &sender, shutdown).await });
     Ok(events)
 }
 
@@ -142,13 +156,21 @@ fn choose_container<'v>(view: &'v View, name: &str) -> Result<&'v ContainerRecor
     })
 }
 
-/// A command in a guest and its client.
+/// Explains that the agent did not find what the command needs: the container, which may be on its removal, or the program.
+fn not_found(view: &View, container: &ContainerId, names: (String, String), source: LifecycleError) -> GuestShellError {
+    let ((container_name, program), source) = (names, Box::new(source));
+    match view.containers.get(container) {
+        Some(record) if record.state != ContainerState::Removing => {
+            GuestShellError::NoProgram { container: container_name, program, source }
+        }
+        _ => GuestShellError::ContainerRemoved { container: container_name, source },
+    }
+}
+
+/// A command in a guest.
 struct ShellSession {
-    streams: NodeStreams,
-    client: PodClient,
-    /// The id of the container whose image has the programs.
-    container: String,
     process: ProcessStreams<LifecycleError>,
+    terminal: ShellTerminal,
 }
 
 impl ShellSession {
@@ -166,31 +188,37 @@ impl ShellSession {
         tracing::info!(
             pod = %pod.id, namespace, name, uid, container = container_name, program, tty, "an operator runs a command in the guest"
         );
-        let container = container.id.to_string();
-        let request = pod::ExecRequest { id: container.clone(), args, tty, stdin };
+        let id = container.id.clone();
+        let request = pod::ExecRequest { id: id.to_string(), args, tty, stdin };
         let streams = NodeStreams::new(node.clone());
         match streams.start_guest_shell(&client, request).await {
-            Ok(process) => Ok(ShellSession { streams, client, container, process }),
+            Ok(process) => {
+                let (container, exec_id) = (id.to_string(), process.exec_id.clone());
+                Ok(ShellSession { process, terminal: ShellTerminal { streams, client, container, exec_id } })
+            }
             Err(source) if source.kind() == FailureKind::NotFound => {
-                Err(GuestShellError::NoProgram { container: container_name, program, source: Box::new(source) })
+                Err(not_found(&node.ready(&asked)?.0, &id, (container_name, program), source))
             }
             Err(error) => Err(error.into()),
         }
     }
+}
 
-    /// Copies until the command and its output have ended, or the client is gone. Dropping the process then kills it.
-    async fn run(
-        self,
-        requests: impl Stream<Item = Result<GuestShellRequest, Status>> + Send + Unpin,
-        sender: mpsc::Sender<ShellEvents>,
-    ) {
-        let ShellSession { streams, client, container, process } = self;
-        let ProcessStreams { exec_id, stdin, stdout, stderr, mut end, .. } = process;
-        let terminal = ShellTerminal { streams, client, container: container.clone(), exec_id };
-        let outputs = async {
-            tokio::join!(copy_output(stdout, Event::Stdout, &sender), copy_output(stderr, Event::Stderr, &sender));
-        };
-        let inputs = copy_input(requests, stdin, Some(&terminal));
+/// Copies until the command and its output have ended, the client is gone, or the daemon shuts down, which ends `shutdown`. Dropping the
+/// process then kills it.
+async fn copy_streams(
+    process: ProcessStreams<LifecycleError>,
+    terminal: Option<&ShellTerminal>,
+    requests: impl Stream<Item = Result<GuestShellRequest, Status>> + Send + Unpin,
+    sender: &mpsc::Sender<ShellEvents>,
+    shutdown: impl Future<Output = ()>,
+) {
+    let ProcessStreams { exec_id, stdin, stdout, stderr, mut end, .. } = process;
+    let outputs = async {
+        tokio::join!(copy_output(stdout, Event::Stdout, sender), copy_output(stderr, Event::Stderr, sender));
+    };
+    let inputs = copy_input(requests, stdin, terminal);
+    let session = async {
         tokio::pin!(outputs, inputs);
         let mut is_drained = false;
         let ended = loop {
@@ -198,24 +226,24 @@ impl ShellSession {
                 ended = &mut end => break ended,
                 () = &mut outputs, if !is_drained => is_drained = true,
                 () = &mut inputs => return,
-                () = sender.closed() => return,
             }
         };
-        if !is_drained {
-            tokio::select! {
-                drained = tokio::time::timeout(DRAIN_TIMEOUT, &mut outputs) => {
-                    if drained.is_err() {
-                        tracing::info!(container, "a command in a guest has ended, but its output has not");
-                    }
-                }
-                () = sender.closed() => return,
-            }
+        if !is_drained && tokio::time::timeout(DRAIN_TIMEOUT, &mut outputs).await.is_err() {
+            tracing::info!(exec_id, "a command in a guest has ended, but its output has not");
         }
         let last = ended
             .map(|code| GuestShellEvent { event: Some(Event::Exited(u32::try_from(code).unwrap_or(u32::MAX))) })
             .map_err(status);
         // The client may have disconnected.
         let _ = sender.send(last).await;
+    };
+    tokio::select! {
+        () = session => {}
+        () = sender.closed() => {}
+        () = shutdown => {
+            // A client that does not read learns of the end when the connection closes.
+            let _ = sender.try_send(Err(refuse(FailureKind::Unavailable, "the daemon is shutting down")));
+        }
     }
 }
 
@@ -344,6 +372,47 @@ mod tests {
         assert!(refused.to_string().ends_with("it has init, app, web, side"), "{refused}");
         let refused = choose_container(&view(&[]), "").unwrap_err();
         assert_eq!(refused.kind(), FailureKind::Conflict, "{refused}");
+    }
+
+    #[test]
+    fn a_container_that_was_removed_meanwhile_is_no_missing_program() {
+        let source = || LifecycleError::NotFound { what: "container", id: "c".into() };
+        let mut record = records::container(1, 1);
+        let id = record.id.clone();
+        for (state, gone) in
+            [(ContainerState::Running, false), (ContainerState::Exited, false), (ContainerState::Removing, true)]
+        {
+            record.state = state;
+            let view = View::new(&records::pod(1), [&record].into_iter(), None);
+            let error = not_found(&view, &id, ("web".into(), "sh".into()), source());
+            assert_eq!(matches!(error, GuestShellError::ContainerRemoved { .. }), gone, "{error}");
+        }
+        let without = View::new(&records::pod(1), [].into_iter(), None);
+        let error = not_found(&without, &id, ("web".into(), "sh".into()), source());
+        assert!(error.to_string().contains("container web") && error.kind() == FailureKind::NotFound, "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_session_ends_when_the_daemon_shuts_down() {
+        let (near, mut command) = UnixStream::pair().unwrap();
+        let process = ProcessStreams {
+            exec_id: "exec-1".into(),
+            detaches: false,
+            stdin: Some(near),
+            stdout: None,
+            stderr: None,
+            end: Box::pin(std::future::pending()),
+        };
+        let (sender, mut events) = mpsc::channel(1);
+        let (shutdown, closed) = tokio::sync::oneshot::channel::<()>();
+        let copying = tokio::spawn(async move {
+            let closed = async { drop(closed.await) };
+            copy_streams(process, None, tokio_stream::pending(), &sender, closed).await;
+        });
+        drop(shutdown);
+        assert_eq!(events.recv().await.unwrap().unwrap_err().code(), tonic::Code::Unavailable);
+        copying.await.unwrap();
+        assert_eq!(command.read(&mut [0]).await.unwrap(), 0, "its streams are closed");
     }
 
     fn message(request: Request) -> Result<GuestShellRequest, Status> {

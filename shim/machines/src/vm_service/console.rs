@@ -50,27 +50,30 @@ pub(super) async fn open(
     requests: impl Stream<Item = Result<vm::WayRequest, Status>> + Send + Unpin + 'static,
 ) -> Result<ConsoleOutput, Status> {
     let (sender, output) = mpsc::channel(MAX_QUEUED);
+    let mut changes = runtime.changes();
+    let shutdown = async move { while changes.changed().await.is_ok() {} };
     match kind {
         VmConsole::Serial => {
             let (to_vm, from_vm) = runtime.open_console(&container.id).await.map_err(error_status)?;
-            tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
+            tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender, shutdown));
         }
         VmConsole::Screen => {
             let screen = runtime.connect_tcp(&container.pod, SCREEN_PORT).await.map_err(error_status)?;
             let (from_vm, to_vm) = screen.into_split();
-            tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender));
+            tokio::spawn(copy(from_vm, to_vm, first_data, requests, sender, shutdown));
         }
     }
     Ok(output)
 }
 
-/// Copies data until the VM's output ends or the client is gone. The output continues after the end of the client's input.
+/// Copies data until the VM's output ends, the client is gone, or the daemon shuts down, which ends `shutdown`. The output continues after the end of the client's input.
 async fn copy(
     mut from_vm: impl AsyncRead + Send + Unpin,
     mut to_vm: impl AsyncWrite + Send + Unpin,
     first_data: Vec<u8>,
     mut requests: impl Stream<Item = Result<vm::WayRequest, Status>> + Send + Unpin,
     sender: mpsc::Sender<Result<vm::Piece, Status>>,
+    shutdown: impl Future<Output = ()> + Send,
 ) {
     let copy_input = async {
         let mut data = first_data;
@@ -112,6 +115,10 @@ async fn copy(
         () = copy_output => {}
         () = copy_input => {}
         () = sender.closed() => {}
+        () = shutdown => {
+            // A client that does not read learns of the end when the connection closes.
+            let _ = sender.try_send(Err(rejection(FailureKind::Unavailable, "the daemon is shutting down")));
+        }
     }
 }
 
@@ -127,7 +134,7 @@ mod tests {
         let (sender, mut output) = mpsc::channel(MAX_QUEUED);
         let (client, requests) = mpsc::channel(1);
         let requests = tokio_stream::wrappers::ReceiverStream::new(requests);
-        let copying = tokio::spawn(copy(from_vm, to_vm, b"lo".to_vec(), requests, sender));
+        let copying = tokio::spawn(copy(from_vm, to_vm, b"lo".to_vec(), requests, sender, std::future::pending()));
         client.send(Ok(vm::WayRequest { machine: None, data: b"gin".to_vec() })).await.unwrap();
         let mut input = [0; 5];
         vm_end.read_exact(&mut input).await.unwrap();

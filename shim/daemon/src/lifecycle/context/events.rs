@@ -162,6 +162,12 @@ impl Events {
         }
     }
 
+    /// Returns a future that ends when the events are closed, because the daemon shuts down.
+    pub fn closed(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut changes = self.changes();
+        async move { while changes.changed().await.is_ok() {} }
+    }
+
     /// Returns the current time on the clock of events: data read afterwards is at least as new as every earlier event.
     pub fn moment(&self) -> i64 {
         let mut inner = self.inner();
