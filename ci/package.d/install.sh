@@ -129,7 +129,8 @@ uninstall_all() {
         # This script may be one of the files.
         copy=$(mktemp)
         cp "$list" "$copy"
-        rm -f "$list"
+        # The last is of the installer's container.
+        rm -f "$list" "$target/share/nacelle/started"
         remove_listed "$copy" /dev/null
         rm -f "$copy"
         rmdir "$target/share/nacelle" "$target/share" "$target" 2>/dev/null || true

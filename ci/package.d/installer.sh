@@ -31,7 +31,9 @@ pause() { sleep "$1" & wait $!; }
 
 install_node() {
     new=$(cat "$contents/VERSION")
-    old=$(cat "$root$prefix/VERSION" 2>/dev/null || true)
+    # The version that the daemon was last started with by this program: not that of the files, which an interrupted installation has replaced.
+    started=$root$prefix/share/nacelle/started
+    old=$(cat "$started" 2>/dev/null || true)
     "$contents/install.sh" --root "$root" --prefix "$prefix"
     if has_systemd; then
         on_node systemctl daemon-reload
@@ -39,6 +41,7 @@ install_node() {
         on_node systemctl start nacelle.socket
         # A new program, or none that runs; pods keep running.
         if [ "$new" = "$old" ]; then on_node systemctl start nacelle.service; else on_node systemctl restart nacelle.service; fi
+        echo "$new" >"$started"
     fi
     label "nacelle.dev/installed=${new%% *}"
     last=

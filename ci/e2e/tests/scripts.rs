@@ -277,7 +277,8 @@ fn the_installer_labels_nodes_and_removes_only_what_kubelet_does_not_use() {
     assert_eq!(installer.calls("kubectl")[0], "label --overwrite node node-1 nacelle.dev/installed=1.0.0");
     assert_eq!(installer.tarball.installed("opt/nacelle/bin/nacelle"), "old\n");
     let started = installer.calls("nsenter");
-    assert_eq!(started.last().expect("calls"), "-t 1 -m -u -i -n -p -- systemctl restart nacelle.service");
+    let restart = "-t 1 -m -u -i -n -p -- systemctl restart nacelle.service";
+    assert_eq!(started.last().expect("calls"), restart);
     // Kubelet is moved to Nacelle while the container runs.
     installer.set_runtime("nacelle://0.1.0");
     installer.wait_for_label("nacelle.dev/runtime=true");
@@ -292,6 +293,19 @@ fn the_installer_labels_nodes_and_removes_only_what_kubelet_does_not_use() {
     let container = installer.start("install");
     eventually("the daemon is started", || (installer.calls("nsenter").len() == 2 * started.len()).then_some(()));
     assert!(installer.calls("nsenter")[started.len()..].iter().all(|call| !call.contains("restart")));
+    drop(container);
+
+    // A container that ended between the installation and the restart has not started the daemon of the new version.
+    let nsenter = installer.tools.join("nsenter");
+    let works = std::fs::read(&nsenter).expect("the script is there");
+    std::fs::write(installer.tarball.contents.join("VERSION"), "1.0.1 abc\n").expect("the directory is ours");
+    std::fs::write(&nsenter, "#!/bin/sh\ncase $* in *restart*) exit 1 ;; esac\n").expect("the script is ours");
+    let mut interrupted = installer.start("install");
+    assert!(!eventually("the container fails", || interrupted.0.try_wait().expect("a child")).success());
+    assert_eq!(installer.tarball.installed("opt/nacelle/VERSION"), "1.0.1 abc\n");
+    std::fs::write(&nsenter, works).expect("the script is ours");
+    let container = installer.start("install");
+    eventually("the daemon is restarted", || (installer.calls("nsenter").last()? == restart).then_some(()));
     drop(container);
 
     let mut refused = installer.start("uninstall");

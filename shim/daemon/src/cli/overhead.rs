@@ -209,7 +209,12 @@ mod tests {
         let measured = read("docs/operator/statistics.md");
         let row = measured.lines().find(|line| line.starts_with("| `kvm` | 256 |")).expect("the row of engine kvm");
         let pod_fixed = row.split('`').rev().nth(1).expect("the last column");
-        for path in ["README.md", "docs/user/runtime-classes.md", "docs/examples/runtime-classes.yaml"] {
+        for path in [
+            "README.md",
+            "docs/user/runtime-classes.md",
+            "docs/examples/runtime-classes.yaml",
+            "docs/examples/installer/installer.yaml",
+        ] {
             let text = read(path);
             let given: Vec<&str> = text.lines().filter(|line| line.contains("podFixed:")).collect();
             let is_measured = |line: &&str| line.contains(&format!("podFixed: {pod_fixed}"));
