@@ -11,15 +11,20 @@ log_of() { journalctl --no-pager -o cat -u "$1"; }
 groups_of_pods() { find /sys/fs/cgroup -type d -name 'nacelle-*' | wc -l; }
 leases() { find /var/lib/cni/leases -name '10.88.*' | wc -l; }
 
-# nacelle_from PACKAGE IMAGE...: as docs/operator/kubernetes.md has it, with these images.
-nacelle_from() {
-    local package=$1 image
-    shift
+# The network of the node's pods.
+write_network() {
     mkdir -p /etc/cni/net.d
     cat >/etc/cni/net.d/10-node.conflist <<'END'
 {"cniVersion": "1.0.0", "name": "node", "plugins": [{"type": "bridge", "bridge": "cni0", "isGateway": true, "ipam":
  {"type": "host-local", "dataDir": "/var/lib/cni/leases", "ranges": [[{"subnet": "10.88.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
 END
+}
+
+# nacelle_from PACKAGE IMAGE...: as docs/operator/kubernetes.md has it, with these images.
+nacelle_from() {
+    local package=$1 image
+    shift
+    write_network
     dpkg -i "$package"
     sed -i 's/^#cgroup_driver = .*/cgroup_driver = "systemd"/; s/^#host_namespaces = .*/host_namespaces = "run-on-host"/' \
         /etc/nacelle/config.toml
