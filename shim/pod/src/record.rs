@@ -206,6 +206,11 @@ impl SavedPodState {
         set_oom_killed(&mut self.failure, containers.map(|c| (&mut c.exit_code, &mut c.oom_killed, &mut c.message)));
     }
 
+    /// Returns whether [`Self::mark_oom_killed`] has changed this record.
+    pub(crate) fn is_oom_killed(&self) -> bool {
+        self.failure.starts_with(OUT_OF_MEMORY)
+    }
+
     /// Marks the containers that still lived as lost, as [`SavedPodState::mark_lost`] does.
     pub fn mark_containers_lost(&mut self, why: &str, now: i64) {
         for container in self.containers.iter_mut().filter(|c| c.phase != ContainerPhase::Exited) {
@@ -325,6 +330,18 @@ mod tests {
         assert_eq!(read(dir.path()).unwrap().unwrap().containers[0].exit_code, 3);
         std::fs::write(&file, golden.replace(r#""1""#, r#""9""#)).unwrap();
         assert!(matches!(read(dir.path()), Err(SavedStateError::Format { .. })));
+    }
+
+    #[tokio::test]
+    async fn an_end_by_the_oom_killer_is_known_when_the_cgroup_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut record = sample();
+        record.mark_lost("the pod process died of signal 9", 9);
+        record.write_final(dir.path()).unwrap();
+        assert!(!crate::client::was_oom_killed(dir.path()).await);
+        record.mark_oom_killed();
+        record.write_final(dir.path()).unwrap();
+        assert!(crate::client::was_oom_killed(dir.path()).await);
     }
 
     #[test]

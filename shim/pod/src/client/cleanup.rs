@@ -36,29 +36,13 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
     }
     end_result?;
     let cgroup = spec.as_ref().and_then(|spec| spec.jail.as_ref()?.cgroup.clone());
-    let mut oom_killed = false;
-    // From here on each step is tried whether or not the earlier ones failed. After a failure the caller repeats the whole cleanup.
-    let mut first_error = Ok(());
-    for cgroup in without_duplicates([stored.and_then(|stored| stored.cgroup.clone()), cgroup]) {
-        // Other processes in the cgroup may still be exiting, or run on.
-        let remove = move || (nacelle_jail::cgroup::oom_kills(&cgroup) > 0, nacelle_jail::cgroup::remove(&cgroup));
-        let (was_oom_killed, removed) = run_blocking_or_panic(remove).await;
-        oom_killed |= was_oom_killed;
-        first_error = first_error.and(removed);
-    }
-    // No process writes there any more. A scratch disk has a name only until the VM has opened it.
-    let scratch = spec.as_ref().map(PodSpec::scratch_file);
-    for scratch in without_duplicates([stored.map(|stored| stored.scratch.clone()), scratch]) {
-        first_error = first_error.and(run_blocking_or_panic(move || remove_tree_if_there(&scratch)).await);
-    }
+    let cgroups = without_duplicates([stored.and_then(|stored| stored.cgroup.clone()), cgroup]);
+    // How the pod ended is recorded before the cgroup is gone, which has the count: `was_oom_killed` knows it at any time.
+    let counted = cgroups.clone();
+    let count = move || counted.iter().any(|cgroup| nacelle_jail::cgroup::oom_kills(cgroup) > 0);
+    let oom_killed = run_blocking_or_panic(count).await;
     let from = dir.to_owned();
-    // The sockets are those of the pod process and of its virtio devices.
-    let (removed, mut last) =
-        run_blocking_or_panic(move || (crate::jailed(&from).remove_sockets(), last_state(&from))).await;
-    if let Err(error) = removed {
-        // They are removed with the directory. The process may have created more entries than are read.
-        tracing::warn!(dir = %dir.display(), "cannot remove the sockets of a pod process; they stay until its run directory is removed: {}", Chain(&error));
-    }
+    let mut last = run_blocking_or_panic(move || last_state(&from)).await;
     if let Some(last) = &mut last {
         let before = last.clone();
         last.mark_lost(&describe_death(end).await, crate::now_nanos());
@@ -72,6 +56,23 @@ pub async fn clean_up(dir: &Path, stored: Option<&PodProcess>) -> Result<Option<
                 tracing::warn!(dir = %dir.display(), "cannot record how the pod ended: {}", Chain(&error));
             }
         }
+    }
+    // From here on each step is tried whether or not the earlier ones failed. After a failure the caller repeats the whole cleanup.
+    let mut first_error = Ok(());
+    for cgroup in cgroups {
+        // Other processes in the cgroup may still be exiting, or run on.
+        first_error = first_error.and(run_blocking_or_panic(move || nacelle_jail::cgroup::remove(&cgroup)).await);
+    }
+    // No process writes there any more. A scratch disk has a name only until the VM has opened it.
+    let scratch = spec.as_ref().map(PodSpec::scratch_file);
+    for scratch in without_duplicates([stored.map(|stored| stored.scratch.clone()), scratch]) {
+        first_error = first_error.and(run_blocking_or_panic(move || remove_tree_if_there(&scratch)).await);
+    }
+    let from = dir.to_owned();
+    // The sockets are those of the pod process and of its virtio devices.
+    if let Err(error) = run_blocking_or_panic(move || crate::jailed(&from).remove_sockets()).await {
+        // They are removed with the directory. The process may have created more entries than are read.
+        tracing::warn!(dir = %dir.display(), "cannot remove the sockets of a pod process; they stay until its run directory is removed: {}", Chain(&error));
     }
     first_error?;
     exit_statuses().remove(dir);
@@ -132,11 +133,16 @@ fn without_duplicates<T: PartialEq, const N: usize>(all: [Option<T>; N]) -> Vec<
     distinct_values
 }
 
-/// Returns whether the node's OOM killer has killed a process of the pod of this run directory.
+/// Returns whether the node's OOM killer has killed a process of the pod of this run directory: by the count of its cgroup, and by
+/// the record of its end, which [`clean_up`] writes before it removes the cgroup.
 pub async fn was_oom_killed(dir: &Path) -> bool {
-    let cgroup = PodSpec::read(dir).ok().and_then(|spec| spec.jail?.cgroup);
-    let Some(cgroup) = cgroup else { return false };
-    run_blocking_or_panic(move || nacelle_jail::cgroup::oom_kills(&cgroup)).await > 0
+    let dir = dir.to_owned();
+    run_blocking_or_panic(move || {
+        let cgroup = PodSpec::read(&dir).ok().and_then(|spec| spec.jail?.cgroup);
+        let is_counted = cgroup.is_some_and(|cgroup| nacelle_jail::cgroup::oom_kills(&cgroup) > 0);
+        is_counted || record::read_final(&dir).ok().flatten().is_some_and(|last| last.is_oom_killed())
+    })
+    .await
 }
 
 /// Describes how a pod process died, as far as that is known.
