@@ -21,10 +21,19 @@ fn code_and_message(output: &ProgramOutput) -> (String, String) {
 /// If it has others.
 #[track_caller]
 pub fn check_request(node: &TestNode, failure: &str, output: &ProgramOutput) {
+    let (code, message) = code_and_message(output);
+    check_status(node, failure, &code, &message);
+}
+
+/// Checks the code and the message of a failed request as [`check_request`] does.
+///
+/// # Panics
+/// If they are not those of the page.
+#[track_caller]
+pub fn check_status(node: &TestNode, failure: &str, code: &str, message: &str) {
     let FailureRow { request, spans, .. } = failure_page::row(failure);
     let [expected_code, _] = spans[..] else { panic!("{failure}: the page has no code and message") };
-    let (code, message) = code_and_message(output);
-    failure_page::check_text(failure, &message);
+    failure_page::check_text(failure, message);
     assert_eq!(code, expected_code, "{failure}: {message}");
     let event = format!("request failed: {message} rpc={request:?} code={code} ");
     assert!(node.log().contains(&event), "{failure}: the log has no event {event:?}");

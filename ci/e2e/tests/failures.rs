@@ -22,13 +22,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Rows whose failure another test causes: the row, the file of the test and its name.
-const ELSEWHERE: [(&str, &str, &str); 7] = [
+const ELSEWHERE: [(&str, &str, &str); 8] = [
     ("container out of memory", include_str!("containers.rs"), "a_container_out_of_memory_dies_alone"),
     ("guest out of memory", include_str!("containers.rs"), "a_container_out_of_memory_dies_alone"),
     (
         "pod's cgroup or node out of memory",
         include_str!("pressure.rs"),
         "the_oom_killer_ends_vms_in_the_order_of_their_qos_classes",
+    ),
+    (
+        "command in progress when the pod's cgroup or node is out of memory, engine kvm",
+        include_str!("pressure.rs"),
+        "clones_that_write_their_memory_end_only_when_none_can_be_reclaimed",
     ),
     ("CRI socket in use", include_str!("two_daemons.rs"), "a_second_daemon_takes_nothing_from_the_first"),
     ("disk of the image store full", include_str!("images.rs"), "a_full_disk_fails_the_pull_and_nothing_else"),

@@ -1,78 +1,34 @@
 //! Tests what happens to VMs when the memory of the node's pods runs out: which of them the kernel ends first, what is reported, and
-//! that the others run on.
+//! that the others run on. Clones share the memory of their template, which must outlive each of them.
 
-use nacelle_e2e::census::cgroup_parent;
+mod pressure {
+    pub mod clones;
+    pub mod pods_cgroup;
+}
+
 use nacelle_e2e::crictl::{RunningContainer, RunningPod};
-use nacelle_e2e::failure_answer::check_end;
+use nacelle_e2e::failure_answer::{check_end, check_status};
 use nacelle_e2e::node::engine;
-use nacelle_e2e::run::eventually;
-use nacelle_e2e::{ContainerRequest, PodRequest, TestImage, TestNode};
+use nacelle_e2e::run::{eventually, run_program};
+use nacelle_e2e::{ContainerRequest, NodeOptions, PodRequest, TestImage, TestNode};
+use pressure::clones::{exec_in_all, start_clones};
+use pressure::pods_cgroup::PodsCgroup;
 use serde_json::{Value, json};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Duration;
 
+/// Where the daemon serves its metrics.
+const METRICS: &str = "127.0.0.1:9464";
 /// The memory that the first VM uses beyond what all VMs use, in MiB.
 const USED_MIB: u32 = 40;
-/// By how much the limit falls below what is in use, in bytes.
-const STEP: u64 = 4 << 20;
 
-/// The memory limit of the cgroup that all pods of a test are in, which stands for that of kubelet's pods.
-struct Limit(PathBuf);
-
-impl Limit {
-    /// Finds the cgroup. `None` where the node does not limit memory by cgroup v2.
-    fn find(node: &TestNode) -> Option<Limit> {
-        let parent = cgroup_parent(node.directory());
-        let directory = Path::new("/sys/fs/cgroup").join(parent.trim_start_matches('/'));
-        directory.join("memory.max").exists().then_some(Limit(directory))
-    }
-
-    fn used(&self) -> u64 {
-        let text = fs::read_to_string(self.0.join("memory.current")).expect("the cgroup has pods");
-        text.trim().parse().expect("a number of bytes")
-    }
-
-    /// Lowers the limit below what is in use until the OOM killer has ended a process, and lifts it.
-    ///
-    /// The write lasts until enough memory is free, and while it lasts the kernel may choose another process: it does not see the one
-    /// that it has ended between the end of its last thread and that of its memory. So another process writes and is killed at once.
-    fn exceed(&self) {
-        let before = self.kills();
-        eventually("the OOM killer ends a process", || {
-            let limit = self.used().saturating_sub(STEP).to_string();
-            let script = r#"echo "$0" >"$1""#;
-            let mut writer = Command::new("sh")
-                .args(["-c", script, &limit])
-                .arg(self.0.join("memory.max"))
-                .spawn()
-                .expect("a shell");
-            while self.kills() == before && writer.try_wait().expect("a child").is_none() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            writer.kill().and_then(|()| writer.wait()).expect("the child ends");
-            (self.kills() > before).then_some(())
-        });
-        fs::write(self.0.join("memory.max"), "max").expect("the test may limit its own cgroup");
-    }
-
-    /// Returns how many processes of the cgroup and those below it the OOM killer has ended.
-    fn kills(&self) -> u64 {
-        let events = fs::read_to_string(self.0.join("memory.events")).expect("the cgroup has pods");
-        let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
-        count.and_then(|count| count.parse().ok()).expect("the number of kills")
-    }
-
-    /// Makes the OOM killer end a process, and returns which of these containers end.
-    fn end_one(&self, containers: &[(&str, &RunningContainer)]) -> Vec<String> {
-        self.exceed();
-        eventually("the end of a container is reported", || {
-            let ended = containers.iter().filter(|(_, container)| container.status()["state"] != "CONTAINER_RUNNING");
-            let names: Vec<_> = ended.map(|(name, _)| (*name).to_owned()).collect();
-            (!names.is_empty()).then_some(names)
-        })
-    }
+/// Makes the OOM killer end a process, and returns which of these containers end.
+fn end_one(cgroup: &PodsCgroup, containers: &[(&str, &RunningContainer)]) -> Vec<String> {
+    cgroup.exceed();
+    eventually("the end of a container is reported", || {
+        let ended = containers.iter().filter(|(_, container)| container.status()["state"] != "CONTAINER_RUNNING");
+        let names: Vec<_> = ended.map(|(name, _)| (*name).to_owned()).collect();
+        (!names.is_empty()).then_some(names)
+    })
 }
 
 /// Runs a pod whose container has the OOM score adjustment that kubelet gives to a QoS class.
@@ -95,7 +51,7 @@ fn the_oom_killer_ends_vms_in_the_order_of_their_qos_classes() {
     let node = TestNode::new();
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let (guaranteed, first) = run_pod(&node, &image, "guaranteed", -997);
-    let Some(limit) = Limit::find(&node) else {
+    let Some(cgroup) = PodsCgroup::find(&node) else {
         println!("skipped: this node does not limit memory by cgroup v2");
         guaranteed.remove();
         return;
@@ -106,10 +62,10 @@ fn the_oom_killer_ends_vms_in_the_order_of_their_qos_classes() {
     first.exec(&format!("dd if=/dev/urandom of=/dev/shm/blob bs=1M count={USED_MIB}")).ok();
 
     let all = [("guaranteed", &first), ("burstable", &second), ("best-effort", &third)];
-    assert_eq!(limit.end_one(&all), ["best-effort"]);
+    assert_eq!(end_one(&cgroup, &all), ["best-effort"]);
     check_end(&node, "pod's cgroup or node out of memory", &best_effort.id, &third.status());
     assert_eq!(best_effort.inspect()["status"]["state"], "SANDBOX_NOTREADY");
-    assert_eq!(limit.end_one(&all[..2]), ["burstable"]);
+    assert_eq!(end_one(&cgroup, &all[..2]), ["burstable"]);
     assert_eq!(first.exec("wc -c </dev/shm/blob").ok(), (u64::from(USED_MIB) << 20).to_string());
 
     // With the memory that it left, another pod starts.
@@ -119,4 +75,141 @@ fn the_oom_killer_ends_vms_in_the_order_of_their_qos_classes() {
     assert_eq!(container.exec("echo runs").ok(), "runs");
     again.remove();
     guaranteed.remove();
+}
+
+/// What each clone writes to its scratch disk; the node's kernel can reclaim it. In MiB.
+const CACHE_MIB: u64 = 16;
+/// What each clone then writes to its memory while nothing but that cache is left, in MiB.
+const FIRST_MIB: u64 = 12;
+/// What each clone writes at last, in MiB: most of what a guest of 128 MiB has available, and as much as `/dev/shm` has room for.
+const SECOND_MIB: u64 = 44;
+/// The share of the last writes for which there is room, in percent.
+const ROOM: u64 = 40;
+
+/// Sums up the directories of all templates: name and content of each file.
+fn digest_templates(node: &TestNode) -> Vec<String> {
+    let directory = node.directory().join("run/templates");
+    let files = run_program("find", [directory.as_os_str(), "-type".as_ref(), "f".as_ref()]).ok();
+    let mut digests: Vec<_> = files.lines().map(|file| run_program("sha256sum", [file]).ok()).collect();
+    digests.sort();
+    digests
+}
+
+/// Returns the memory in bytes that is charged to the cgroup of templates.
+fn charged_to_templates() -> u64 {
+    let text = fs::read_to_string("/sys/fs/cgroup/nacelle/templates/memory.current").expect("templates were built");
+    text.trim().parse().expect("a number of bytes")
+}
+
+/// Returns how many VMs the daemon has reported as ended by the OOM killer.
+fn reported_kills(node: &TestNode) -> usize {
+    let url = format!("http://{METRICS}/metrics");
+    let text = node.run_in_netns("curl", &["--silent", "--show-error", "--fail", &url]).ok();
+    let value = text.lines().find_map(|line| line.strip_prefix("nacelle_vm_ends_total{cause=\"oom_killed\"} "));
+    value.and_then(|value| value.parse().ok()).expect("a number")
+}
+
+/// Writes the memory of many clones at the same time: `NACELLE_TEST_PODS` of them (3 without it), under a limit for all pods that their
+/// memory exceeds.
+#[test]
+fn clones_that_write_their_memory_end_only_when_none_can_be_reclaimed() {
+    if engine() != "kvm" {
+        println!("skipped: engine {} has no templates", engine());
+        return;
+    }
+    let count: u32 = std::env::var("NACELLE_TEST_PODS").map_or(3, |text| text.parse().expect("NACELLE_TEST_PODS"));
+    let extra = format!(
+        "[metrics]\naddress = {METRICS:?}\n\n[sandbox]\nboot_timeout = \"15m\"\npod_request_timeout = \"10m\"\n"
+    );
+    let node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let templates = digest_templates(&node);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let clones = runtime.block_on(start_clones(&node, &image, 0..count));
+    let Some(cgroup) = PodsCgroup::find(&node) else {
+        println!("skipped: this node does not limit memory by cgroup v2");
+        node.crictl.call(["rmp", "--all", "--force"]);
+        return;
+    };
+    let counts = node.nacelle_json(&["templates", "ls"]);
+    assert_eq!((&counts["startedPods"], &counts["bootedPods"]), (&count.into(), &0.into()));
+    let (at_start, charged) = (cgroup.used(), charged_to_templates());
+
+    // First the page cache goes, and no VM.
+    let cache = format!("dd if=/dev/zero of=/cache bs=1M count={CACHE_MIB} oflag=direct conv=fsync 2>/dev/null");
+    runtime
+        .block_on(exec_in_all(&clones, |_| cache.clone()))
+        .into_iter()
+        .for_each(|done| drop(done.expect("no VM ends")));
+    let cached = cgroup.statistic("file");
+    assert!(cached > u64::from(count) * (CACHE_MIB << 20) * 3 / 4, "{cached}");
+    cgroup.limit(cgroup.used());
+    let written = runtime.block_on(exec_in_all(&clones, |one| one.write_script(FIRST_MIB, "data")));
+    written.into_iter().for_each(|done| drop(done.expect("no VM ends while there is page cache")));
+    let left = cgroup.statistic("file");
+    assert!(left < cached - u64::from(count) * (FIRST_MIB << 20) / 2, "{left} of {cached}");
+    assert_eq!(cgroup.kills(), 0);
+    assert!(cgroup.limit_reached() > 0);
+
+    // Then not all of them have room.
+    let room = u64::from(count) * (SECOND_MIB << 20) * ROOM / 100;
+    let limit = cgroup.used() - left + room;
+    cgroup.limit(limit);
+    let written = runtime.block_on(exec_in_all(&clones, |one| one.write_script(SECOND_MIB, "data")));
+    let (survivors, ended): (Vec<_>, Vec<_>) = clones.iter().zip(&written).partition(|(_, written)| written.is_ok());
+    println!(
+        "{count} clones: {} MiB at first, {} MiB of page cache, of which {} MiB stayed, limit {} MiB; {} VMs ended, {} run on with {} MiB",
+        at_start >> 20,
+        cached >> 20,
+        left >> 20,
+        limit >> 20,
+        ended.len(),
+        survivors.len(),
+        cgroup.used() >> 20
+    );
+    assert!(!ended.is_empty() && survivors.len() * 5 >= clones.len(), "{written:?}");
+    assert_eq!(survivors[0].0.number, 0, "the Guaranteed pod is the last to end");
+    for (one, written) in &ended {
+        let status = written.as_ref().expect_err("its VM has ended");
+        let (failure, code) =
+            ("command in progress when the pod's cgroup or node is out of memory, engine kvm", status.code());
+        check_status(&node, failure, &format!("{code:?}"), status.message());
+        let container = eventually("the end of the container is reported", || {
+            let container = node.crictl.call_json(["inspect", "-o", "json", &one.container])["status"].take();
+            (container["state"] == "CONTAINER_EXITED").then_some(container)
+        });
+        check_end(&node, "pod's cgroup or node out of memory", &one.pod.id, &container);
+    }
+    let pods = |state: &str| node.crictl.call(["pods", "--quiet", "--no-trunc", "--state", state]).lines().count();
+    eventually("all ends are reported", || (pods("notready") == ended.len()).then_some(()));
+    assert_eq!(pods("ready"), survivors.len());
+    assert_eq!((cgroup.kills(), reported_kills(&node)), (ended.len() as u64, ended.len()));
+
+    // With the memory that they left, other pods start from the same template.
+    for (one, _) in &ended {
+        node.crictl.call(["rmp", "--force", &one.pod.id]);
+    }
+    let new = u32::try_from(ended.len()).expect("as many as pods");
+    let new = runtime.block_on(start_clones(&node, &image, count..count + new));
+    for answer in runtime.block_on(exec_in_all(&new, |_| "echo runs".to_owned())) {
+        assert_eq!(answer.expect("the VM runs"), "runs");
+    }
+    let counts = node.nacelle_json(&["templates", "ls"]);
+    assert_eq!((&counts["startedPods"], &counts["bootedPods"]), (&(count as usize + new.len()).into(), &0.into()));
+    // The others have their data.
+    let survivors: Vec<_> = survivors.into_iter().map(|(one, _)| one.clone()).collect();
+    let digests = runtime.block_on(exec_in_all(&survivors, |_| "sha256sum </dev/shm/data".to_owned()));
+    for (one, digest) in survivors.iter().zip(digests) {
+        let expected = one.digest(FIRST_MIB + SECOND_MIB);
+        assert_eq!(digest.expect("the VM runs").split(' ').next(), Some(&*expected), "clone {}", one.number);
+    }
+    assert_eq!(cgroup.kills(), ended.len() as u64);
+
+    assert_eq!(digest_templates(&node), templates);
+    assert!(charged_to_templates().abs_diff(charged) < 1 << 20, "{charged} and {}", charged_to_templates());
+    assert_eq!(cgroup.statistic("shmem"), 0, "no page of a template is charged to pods");
+    cgroup.lift_limit();
+    node.crictl.call(["rmp", "--all", "--force"]);
+    eventually("all memory is free", || (cgroup.statistic("anon") == 0).then_some(()));
+    assert_eq!(node.leaked(), Vec::<String>::new());
 }
