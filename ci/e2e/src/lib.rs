@@ -5,6 +5,7 @@
 //! `NACELLE_FSX`, `NACELLE_PJDFSTEST`; `NACELLE_TEST_ENGINE` is the engine of the pods (`qemu` if unset).
 
 pub mod census;
+pub mod collector;
 pub mod cpio;
 pub mod cri;
 pub mod crictl;

@@ -1,89 +1,17 @@
 //! Tests the traces of a real daemon against a collector in the node's network namespace, with the test in place of kubelet: it sends
 //! the header `traceparent` with its requests.
 
+use nacelle_e2e::collector::{PARENT_SPAN, TraceCollector, traced, tracing_config};
 use nacelle_e2e::cri::{container_config, pod_config};
 use nacelle_e2e::node::engine;
-use nacelle_e2e::{NodeOptions, TestImage, TestNode, eventually};
+use nacelle_e2e::{NodeOptions, TestImage, TestNode};
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
-use nix::sched::{CloneFlags, setns};
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
-use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-use tokio::runtime::Runtime;
-use tonic::{Code, Request, Response, Status};
-
-const ADDRESS: &str = "127.0.0.1:4317";
-
-/// The span of kubelet in all traces.
-const PARENT: u64 = 0xb7ad_6b71_6920_3331;
-
-/// A collector that keeps what it receives.
-#[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<Span>>>);
-
-#[tonic::async_trait]
-impl TraceService for Collector {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for resource in request.into_inner().resource_spans {
-            let names = resource.resource.expect("spans have a resource").attributes;
-            assert!(names.iter().any(|name| name.key == "service.name"), "{names:?}");
-            self.0.lock().unwrap().extend(resource.scope_spans.into_iter().flat_map(|scope| scope.spans));
-        }
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-impl Collector {
-    /// Serves in the network namespace of the node.
-    fn start(node: &TestNode, runtime: &Runtime) -> Collector {
-        let (collector, namespace) = (Collector::default(), node.netns.open());
-        let bound = std::thread::spawn(move || {
-            setns(namespace, CloneFlags::CLONE_NEWNET).expect("the test is root");
-            std::net::TcpListener::bind(ADDRESS).expect("the port is free")
-        });
-        let listener = bound.join().unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let incoming = {
-            let _context = runtime.enter();
-            tonic::transport::server::TcpIncoming::from(tokio::net::TcpListener::from_std(listener).unwrap())
-        };
-        let server = nacelle_proto::server::builder().add_service(TraceServiceServer::new(collector.clone()));
-        runtime.spawn(server.serve_with_incoming(incoming));
-        collector
-    }
-
-    /// Returns the spans of a trace.
-    fn trace(&self, trace: u128) -> Vec<Span> {
-        let spans = self.0.lock().unwrap();
-        spans.iter().filter(|span| span.trace_id == trace.to_be_bytes()).cloned().collect()
-    }
-
-    /// Waits for the span of an RPC, and returns it with the spans below it by their names.
-    fn wait_for(&self, trace: u128, rpc: &str) -> (Span, BTreeMap<String, Span>) {
-        let of_rpc = |spans: &[Span]| spans.iter().find(|span| span.name.ends_with(&format!("/{rpc}"))).cloned();
-        let span = eventually(&format!("the span of {rpc}"), || of_rpc(&self.trace(trace)));
-        let steps = self.trace(trace).into_iter().filter(|step| step.parent_span_id == span.span_id);
-        let steps = steps.map(|step| (step.name.clone(), step)).collect();
-        (span, steps)
-    }
-}
-
-/// Returns a request with kubelet's span of this trace.
-fn traced<T>(message: T, trace: u128, flags: u8) -> Request<T> {
-    let mut request = Request::new(message);
-    let parent = format!("00-{trace:032x}-{PARENT:016x}-{flags:02x}");
-    request.metadata_mut().insert("traceparent", parent.parse().unwrap());
-    request
-}
+use tonic::Code;
 
 fn attribute<'s>(span: &'s Span, key: &str) -> Option<&'s Value> {
     let found = span.attributes.iter().find(|attribute| attribute.key == key);
@@ -93,7 +21,7 @@ fn attribute<'s>(span: &'s Span, key: &str) -> Option<&'s Value> {
 /// Checks the frame of a request's span.
 #[track_caller]
 fn check_request(span: &Span, code: Code) {
-    assert_eq!(span.parent_span_id, PARENT.to_be_bytes(), "{span:?}");
+    assert_eq!(span.parent_span_id, PARENT_SPAN.to_be_bytes(), "{span:?}");
     assert_eq!(attribute(span, "rpc.grpc.status_code"), Some(&Value::IntValue(i32::from(code).into())), "{span:?}");
     assert_eq!(attribute(span, "rpc.system"), Some(&Value::StringValue("grpc".to_owned())));
     let is_error = span.status.as_ref().is_some_and(|status| status.code() == StatusCode::Error);
@@ -111,8 +39,8 @@ fn check_names(span: &Span, expected: &[(&str, &str)]) {
 
 #[test]
 fn the_trace_of_kubelet_goes_on_to_the_steps_of_a_pod() {
-    let extra = format!("[tracing]\nendpoint = \"http://{ADDRESS}\"\n");
-    let mut node = TestNode::with_options(NodeOptions { extra, ipv6: false, ..NodeOptions::default() });
+    let mut node =
+        TestNode::with_options(NodeOptions { extra: tracing_config(), ipv6: false, ..NodeOptions::default() });
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
     let mut client = runtime.block_on(async { RuntimeServiceClient::new(node.channel()) });
@@ -123,7 +51,7 @@ fn the_trace_of_kubelet_goes_on_to_the_steps_of_a_pod() {
 
     // There is no collector yet: the request is answered all the same, and its spans wait.
     let id = runtime.block_on(client.run_pod_sandbox(traced(run(""), 1, 1))).unwrap().into_inner().pod_sandbox_id;
-    let collector = Collector::start(&node, &runtime);
+    let collector = TraceCollector::start(&node, &runtime);
 
     let create = cri::CreateContainerRequest {
         pod_sandbox_id: id.clone(),
@@ -189,7 +117,7 @@ fn the_trace_of_kubelet_goes_on_to_the_steps_of_a_pod() {
     check_request(&span, Code::Ok);
     assert!(steps.contains_key("end_pod_process") && steps.contains_key("end_network"), "{steps:?}");
     // The client of traces 7 and 9 does not record them. crictl's requests have no trace, and none begins at the default rate.
-    let all = collector.0.lock().unwrap().clone();
+    let all = collector.spans();
     let unknown: Vec<_> = all.iter().filter(|span| !matches!(span.trace_id.last(), Some(1..=6 | 8))).collect();
     assert!(unknown.is_empty(), "{unknown:?}");
     assert!(!format!("{all:?}").contains("secret-argument"));

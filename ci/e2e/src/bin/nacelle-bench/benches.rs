@@ -3,7 +3,7 @@
 use crate::BenchResult;
 use crate::containerd::Containerd;
 use crate::cri::{BenchPod, RuntimeClient};
-use crate::{guests, microvm};
+use crate::{guests, microvm, observed};
 use nacelle_e2e::node::{NodeOptions, handler_config};
 use nacelle_e2e::{TestImage, TestNode};
 use std::cell::RefCell;
@@ -39,6 +39,11 @@ pub const ALL: &[(&str, &str, BenchFunction)] = &[
     ("daemon-memory-50", "the same with fifty pods", measure_daemon_memory_with_50_pods),
     ("grow", "a running machine gets a processor and 128 MiB, against a new pod", measure_grow),
     ("shrink", "it loses them, against a new pod", measure_shrink),
+    (
+        "observed",
+        "ExecSync with a sampled trace; pods and the daemon's CPU time with metrics and traces",
+        observed::measure,
+    ),
     ("idle", "processor time of a pod that sleeps, in percent of one, against its budget", measure_idle),
 ];
 

@@ -1,5 +1,6 @@
 //! Implements a CRI client, so that the measurement includes no client program.
 
+use nacelle_e2e::collector::traced;
 use nacelle_e2e::cri::{container_config, pod_config};
 use nacelle_proto::cri;
 use nacelle_proto::cri::image_service_client::ImageServiceClient;
@@ -17,6 +18,8 @@ pub struct RuntimeClient {
     logs: PathBuf,
     /// The parent cgroup of the pods.
     pub cgroup_parent: String,
+    /// The flags of the trace of which each request is a part: 1 if the client records it, else 0. `None`: there is no trace.
+    pub trace_flags: Option<u8>,
     next: u32,
 }
 
@@ -46,7 +49,18 @@ impl RuntimeClient {
             images: ImageServiceClient::new(channel),
             logs: logs.to_owned(),
             cgroup_parent: String::new(),
+            trace_flags: None,
             next: 0,
+        }
+    }
+
+    /// Returns a request with the client's trace.
+    fn request<T>(&mut self, message: T) -> tonic::Request<T> {
+        self.next += 1;
+        let trace = u128::from(self.next);
+        match self.trace_flags {
+            Some(flags) => traced(message, trace, flags),
+            None => tonic::Request::new(message),
         }
     }
 
@@ -76,7 +90,7 @@ impl RuntimeClient {
             ..pod_config("bench", &name, &self.logs)
         };
         let runtime_handler = handler.to_owned();
-        let request = cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler };
+        let request = self.request(cri::RunPodSandboxRequest { config: Some(config.clone()), runtime_handler });
         let start = Instant::now();
         let answer = self.runtime.block_on(self.pods.run_pod_sandbox(request)).expect("RunPodSandbox");
         (BenchPod { id: answer.into_inner().pod_sandbox_id, config }, milliseconds(start))
@@ -99,9 +113,9 @@ impl RuntimeClient {
 
     /// Calls StopPodSandbox and RemovePodSandbox.
     pub fn remove_pod(&mut self, pod: &BenchPod) {
-        let stop = cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() };
+        let stop = self.request(cri::StopPodSandboxRequest { pod_sandbox_id: pod.id.clone() });
         self.runtime.block_on(self.pods.stop_pod_sandbox(stop)).expect("StopPodSandbox");
-        let remove = cri::RemovePodSandboxRequest { pod_sandbox_id: pod.id.clone() };
+        let remove = self.request(cri::RemovePodSandboxRequest { pod_sandbox_id: pod.id.clone() });
         self.runtime.block_on(self.pods.remove_pod_sandbox(remove)).expect("RemovePodSandbox");
     }
 
@@ -128,15 +142,15 @@ impl RuntimeClient {
             linux: Some(cri::LinuxContainerConfig { security_context: Some(security), ..Default::default() }),
             ..container_config(&name, image, command)
         };
-        let request = cri::CreateContainerRequest {
+        let request = self.request(cri::CreateContainerRequest {
             pod_sandbox_id: pod.id.clone(),
             config: Some(config),
             sandbox_config: Some(pod.config.clone()),
-        };
+        });
         let start = Instant::now();
         let answer = self.runtime.block_on(self.pods.create_container(request)).expect("CreateContainer");
         let id = answer.into_inner().container_id;
-        let request = cri::StartContainerRequest { container_id: id.clone() };
+        let request = self.request(cri::StartContainerRequest { container_id: id.clone() });
         self.runtime.block_on(self.pods.start_container(request)).expect("StartContainer");
         while std::fs::metadata(&log).map_or(0, |log| log.len()) == 0 {
             std::thread::sleep(Duration::from_micros(200));
@@ -154,11 +168,11 @@ impl RuntimeClient {
 
     /// Calls ExecSync; returns the output.
     pub fn exec_output(&mut self, container: &str, command: &[&str]) -> String {
-        let request = cri::ExecSyncRequest {
+        let request = self.request(cri::ExecSyncRequest {
             container_id: container.to_owned(),
             cmd: command.iter().map(|word| (*word).to_owned()).collect(),
             timeout: 600,
-        };
+        });
         let answer = self.runtime.block_on(self.pods.exec_sync(request)).expect("ExecSync").into_inner();
         assert_eq!(answer.exit_code, 0, "{}", String::from_utf8_lossy(&answer.stderr));
         String::from_utf8_lossy(&answer.stdout).into_owned()

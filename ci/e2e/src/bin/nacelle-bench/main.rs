@@ -14,6 +14,7 @@ mod machines;
 mod memory;
 mod microvm;
 mod minimal;
+mod observed;
 mod plot;
 mod vm;
 
