@@ -53,18 +53,22 @@ impl MemoryClone {
         Ok(stdout.trim_end().to_owned())
     }
 
-    /// Returns the script that appends `mib` MiB, a multiple of 4, of this clone's own data to a file in `/dev/shm`.
-    pub fn write_script(&self, mib: u64, file: &str) -> String {
+    /// Returns the script that writes a block of 4 MiB of this clone's own data to its scratch disk. Doubling takes few processes.
+    pub fn block_script(&self) -> String {
         let number = self.number;
         format!(
-            "set -e; cd /dev/shm; printf 'clone %09d\\n' {number} >a; from=a to=b; for i in $(seq 18); do
-                 cat $from $from >$to; next=$from from=$to to=$next
-             done; rm b; for i in $(seq {}); do cat a >>{file}; done; rm a",
-            mib / 4
+            "set -e; cd /; line='clone {number:09}'; text=\"$line
+\"; for i in $(seq 12); do text=$text$text; done; printf %s \"$text\" >block
+             for i in $(seq 6); do cat block block >next; mv next block; done"
         )
     }
 
-    /// Returns the SHA-256 digest, in hexadecimal, of `mib` MiB of such data.
+    /// Returns the script that appends `mib` MiB, a multiple of 4, of such blocks to a file in `/dev/shm`.
+    pub fn write_script(&self, mib: u64, file: &str) -> String {
+        format!("set -e; for i in $(seq {}); do cat /block; done >>/dev/shm/{file}", mib / 4)
+    }
+
+    /// Returns the SHA-256 digest, in hexadecimal, of `mib` MiB of such blocks.
     pub fn digest(&self, mib: u64) -> String {
         let block = format!("clone {:09}\n", self.number).repeat(1 << 18);
         let mut digest = Sha256::new();
