@@ -192,7 +192,8 @@ fn clones_that_write_their_memory_end_only_when_none_can_be_reclaimed(
     assert_eq!(pods("ready"), survivors.len());
     assert_eq!((cgroup.kills() - kills, reported_kills(node) - reported), (ended.len() as u64, ended.len()));
 
-    // With the memory that they left, other pods start from the same template.
+    // Other pods start from the same template. What the others use may have grown up to the limit by now: there is room for new ones.
+    cgroup.limit(limit + ended.len() as u64 * 2 * at_start / u64::from(count));
     for (one, _) in &ended {
         node.crictl.call(["rmp", "--force", &one.pod.id]);
     }
