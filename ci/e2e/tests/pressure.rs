@@ -125,14 +125,14 @@ fn starts(node: &TestNode) -> (u64, u64) {
     (started, booted)
 }
 
-/// Writes the memory of many clones at the same time: `NACELLE_TEST_PODS` of them (3 without it), under a limit for all pods that their
+/// Writes the memory of many clones at the same time: `NACELLE_TEST_CLONES` of them (3 without it), under a limit for all pods that their
 /// memory exceeds.
 fn clones_that_write_their_memory_end_only_when_none_can_be_reclaimed(
     node: &TestNode,
     image: &str,
     cgroup: &PodsCgroup,
 ) {
-    let count: u32 = std::env::var("NACELLE_TEST_PODS").map_or(3, |text| text.parse().expect("NACELLE_TEST_PODS"));
+    let count: u32 = std::env::var("NACELLE_TEST_CLONES").map_or(3, |text| text.parse().expect("NACELLE_TEST_CLONES"));
     let began = Instant::now();
     let (templates, (started, booted)) = (digest_templates(node), starts(node));
     let (kills, reported) = (cgroup.kills(), reported_kills(node));
