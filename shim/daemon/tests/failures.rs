@@ -174,7 +174,11 @@ fn a_container_that_cannot_be_made_is_not_there_and_one_that_cannot_start_has_en
             let status = daemon.status(&id).await.unwrap();
             assert_eq!((status.state(), status.finished_at), (cri::ContainerState::ContainerRunning, 0), "{step}");
         }
+        // The pod process removed it, but its answer was lost.
+        world.pods.only().change(|record| record.containers.retain(|container| container.id != id));
         daemon.stop(&id).await.unwrap();
+        let status = daemon.status(&id).await.unwrap();
+        assert_eq!((status.state(), status.exit_code), (cri::ContainerState::ContainerExited, 255));
     });
 }
 

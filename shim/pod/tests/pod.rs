@@ -208,6 +208,16 @@ async fn a_container_that_could_not_be_removed_runs_until_its_end_is_reported() 
     assert_eq!(phase().await, pod::ContainerPhase::Exited);
     fixture.agent.faults.lock().unwrap().clear();
     client.remove_container("a").await.unwrap();
+
+    // The removal ends the container, and fails after that.
+    fixture.run(&client, "b", "stubborn").await;
+    let fault = RpcFault::Refuse(tonic::Code::FailedPrecondition, "its cgroup is busy".into());
+    fixture.agent.fault("remove what is left", fault);
+    client.remove_container("b").await.unwrap_err();
+    assert_eq!(exited(&client, "b").await.exit_code, 137);
+    client.remove_container("b").await.unwrap_err();
+    fixture.agent.faults.lock().unwrap().clear();
+    client.remove_container("b").await.unwrap();
     client.stop(GRACE).await.unwrap();
     fixture.end().await;
 }

@@ -251,9 +251,8 @@ impl PodActor {
     }
 
     pub(super) fn on_exited(&mut self, id: &str, exit: ContainerExit) {
-        if !self.apply_container_event(id, ContainerEvent::Exited) {
-            return;
-        }
+        // While the container is being removed its state stays, and the removal may still fail: the end counts all the same.
+        self.apply_container_event(id, ContainerEvent::Exited);
         let record = self.record.containers.iter_mut().find(|container| container.id == id);
         if let Some(record) = record.filter(|record| record.phase == ContainerPhase::Running) {
             let now = crate::now_nanos();

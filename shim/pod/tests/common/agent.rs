@@ -317,7 +317,17 @@ impl Agent for Service {
 
     async fn remove_container(&self, request: Request<common::ContainerRef>) -> RpcResult<common::Empty> {
         self.apply_fault("remove").await?;
-        self.0.processes.lock().unwrap().remove(&(request.into_inner().id, String::new()));
+        let key = (request.into_inner().id, String::new());
+        // The real agent, too, ends the container first, and may fail after that.
+        let ended = self.0.processes.lock().unwrap().get(&key).filter(|process| process.started).map(|process| {
+            process.signals.send_replace(9);
+            process.exit.subscribe()
+        });
+        if let Some(mut ended) = ended {
+            let _ = ended.wait_for(Option::is_some).await;
+        }
+        self.apply_fault("remove what is left").await?;
+        self.0.processes.lock().unwrap().remove(&key);
         empty()
     }
 

@@ -1,6 +1,7 @@
 //! Defines the messages to a pod's actor: requests of callers, results of effects, and events of the pod process.
 
 use crate::lifecycle::container::prepare::Prepared;
+use crate::lifecycle::container::remove::RemoveFailure;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
@@ -55,7 +56,7 @@ pub(crate) enum Message {
     Started(ContainerId, Result<(), LifecycleError>),
     Stopped(ContainerId, Result<Option<proto::PodState>, LifecycleError>, Stopping),
     StopAgain(ContainerId, Stopping),
-    Removed(ContainerId, Result<(), LifecycleError>),
+    Removed(ContainerId, Result<(), RemoveFailure>),
     RemoveAgain(ContainerId),
     Updated(ContainerId, Box<Resources>, Result<(), LifecycleError>),
     PodUpdated(Box<Option<PodResources>>, Result<VmResources, LifecycleError>),

@@ -14,6 +14,15 @@ use std::time::Duration;
 /// Pause between attempts to remove a container that is still being created.
 const PAUSE: Duration = Duration::from_millis(50);
 
+/// The failure of a removal.
+#[derive(Debug)]
+pub(crate) struct RemoveFailure {
+    /// What has failed.
+    pub(crate) error: LifecycleError,
+    /// Whether the guest may still have the container.
+    pub(crate) is_in_guest: bool,
+}
+
 /// Removes the container. It is no error if the guest does not know it.
 pub(crate) async fn remove(
     services: Arc<NodeServices>,
@@ -21,14 +30,16 @@ pub(crate) async fn remove(
     pod: PodRecord,
     record: Arc<ContainerConfig>,
     id: ContainerId,
-) -> Result<(), LifecycleError> {
+) -> Result<(), RemoveFailure> {
     // Without a VM there is nothing in a guest to remove.
     let Some(client) = client else { return Ok(()) };
-    remove_from_guest(&services, client, &id).await?;
+    let removed = remove_from_guest(&services, client, &id).await;
+    removed.map_err(|error| RemoveFailure { error, is_in_guest: true })?;
     // Copied-in volumes are left over only if a daemon died while it created the container.
     for process in mounting_processes(&pod, &record) {
         let detached = services.pods.detach(&services.pod_dir(&pod.id), *process, id.as_str()).await;
-        detached.map_err(at("detach the volumes of the container"))?;
+        let detached = detached.map_err(at("detach the volumes of the container"));
+        detached.map_err(|error| RemoveFailure { error, is_in_guest: false })?;
     }
     Ok(())
 }

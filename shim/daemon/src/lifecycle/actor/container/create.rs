@@ -95,7 +95,8 @@ impl Actor {
                 let client = client.ok_or(not_ready)?;
                 let config = Arc::clone(&record.config);
                 remove::remove(Arc::clone(&services), Some(client.clone()), pod.clone(), config, record.id.clone())
-                    .await?;
+                    .await
+                    .map_err(|failure| failure.error)?;
                 prepare::prepare(&services, client, &pod, &record).await.map(Box::new)
             };
             Message::Prepared(id, prepared.await)

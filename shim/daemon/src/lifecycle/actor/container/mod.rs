@@ -68,6 +68,9 @@ impl Actor {
         record.exit_code = report.exit_code;
         record.oom_killed = report.oom_killed;
         record.message = report.message;
+        if record.state == ContainerState::Removing {
+            self.services.counters.count_container_exit(ExitReason::of(record));
+        }
         self.step_container(id, ContainerEvent::Exited).await;
     }
 
@@ -117,7 +120,8 @@ impl Actor {
                 let record = entry.record.clone();
                 if next != from {
                     let ended = (next == ContainerState::Exited).then_some(&record);
-                    if let Some(record) = ended {
+                    // An end before or during a removal was counted then.
+                    if let Some(record) = ended.filter(|_| from != ContainerState::Removing) {
                         self.services.counters.count_container_exit(ExitReason::of(record));
                     }
                     let exit_code = ended.map(|record| record.exit_code);

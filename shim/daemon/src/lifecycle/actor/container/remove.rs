@@ -3,9 +3,10 @@
 use super::lost_code;
 use crate::lifecycle::actor::message::{Answer, Message, PAUSE, Patience};
 use crate::lifecycle::actor::{Actor, answer_all};
-use crate::lifecycle::container::remove;
+use crate::lifecycle::container::remove::{self, RemoveFailure};
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::unix_nanos;
+use crate::metrics::labels::ExitReason;
 use nacelle_base::ContainerId;
 use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent};
@@ -36,8 +37,8 @@ impl Actor {
 
     pub(crate) fn begin_remove(&mut self, id: ContainerId) {
         if self.pod.state == state::PodState::Ready && self.client.is_none() {
-            let error = self.silent();
-            return self.effect(async move { Message::Removed(id, Err(error)) });
+            let failure = RemoveFailure { error: self.silent(), is_in_guest: true };
+            return self.effect(async move { Message::Removed(id, Err(failure)) });
         }
         let Some(config) = self.containers.get(&id).map(|entry| Arc::clone(&entry.record.config)) else { return };
         let (client, pod) = (self.client.clone(), self.pod.clone());
@@ -45,13 +46,13 @@ impl Actor {
         self.effect(async move { Message::Removed(id, removing.await) });
     }
 
-    pub(crate) async fn removed(&mut self, id: ContainerId, result: Result<(), LifecycleError>) {
+    pub(crate) async fn removed(&mut self, id: ContainerId, result: Result<(), RemoveFailure>) {
         // Without a VM only the record of the container is left.
         let result = if self.pod.state == state::PodState::Ready { result } else { Ok(()) };
-        let is_in_guest = result.is_err();
+        let is_in_guest = result.as_ref().is_err_and(|failure| failure.is_in_guest);
         let result = match result {
             Ok(()) => self.commit(vec![Change::ForgetContainer(id.clone())]).await,
-            failed => failed,
+            Err(failure) => Err(failure.error),
         };
         match result {
             Ok(()) => {
@@ -80,6 +81,7 @@ impl Actor {
                     } else {
                         entry.record.finished_at = unix_nanos();
                         entry.record.exit_code = lost_code();
+                        self.services.counters.count_container_exit(ExitReason::of(&entry.record));
                     }
                 }
                 self.step_container(&id, event).await;

@@ -37,12 +37,13 @@ impl Actor {
         mut stopping: Stopping,
     ) {
         let result = match result {
-            Ok(Some(state)) => {
-                self.apply(&state).await;
-                Ok(())
-            }
-            Ok(None) => {
-                self.mark_lost(&id, "the pod process does not know the container").await;
+            Ok(state) => {
+                if let Some(state) = &state {
+                    self.apply(state).await;
+                }
+                if !state.is_some_and(|state| state.containers.iter().any(|container| container.id == id.as_str())) {
+                    self.mark_lost(&id, "the pod process does not know the container").await;
+                }
                 Ok(())
             }
             Err(error) => Err(error),
