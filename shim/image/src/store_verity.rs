@@ -57,6 +57,11 @@ impl StoreVerity {
         }
     }
 
+    /// Returns whether the file has fs-verity with this digest. Blocks.
+    pub fn has(&self, path: &Path, digest: Digest) -> bool {
+        matches!(measure_path(path), Ok(Measurement::Enabled(found)) if found == digest)
+    }
+
     /// Compares the fs-verity digest of a file with the recorded one, in constant time. No damage: a file without fs-verity in a store
     /// that cannot enable it, to which the store was copied. Returns the error of the file if it proves no damage. Blocks.
     pub fn find_damage(&self, path: &Path, expected: Digest) -> io::Result<Option<FileDamage>> {
@@ -67,7 +72,7 @@ impl StoreVerity {
         match measured {
             Ok(Measurement::Enabled(found)) if found != expected => Ok(Some(FileDamage::Verity { found, expected })),
             Ok(Measurement::Enabled(_) | Measurement::Unsupported) => Ok(None),
-            Ok(Measurement::Disabled) if self.unavailable.as_ref().is_some_and(is_unsupported) => Ok(None),
+            Ok(Measurement::Disabled) if self.unavailable.as_ref().is_some_and(is_inability) => Ok(None),
             Ok(Measurement::Disabled) => Ok(Some(FileDamage::VerityLost)),
             Err(error) if is_verity_open_error(&error) => Ok(Some(FileDamage::Unreadable { why: error.to_string() })),
             Err(error) => FileDamage::from_read_error(&error).map(Some).ok_or(error),
@@ -88,6 +93,13 @@ impl StoreVerity {
             Measurement::Unsupported => Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)),
         }
     }
+}
+
+/// Returns whether a probe has failed because the file system or the kernel cannot enable fs-verity, and not by a fault that passes.
+fn is_inability(error: &io::Error) -> bool {
+    // fs.verity.require_signatures: EPERM; a block size that the kernel cannot verify: EINVAL.
+    let inability = [libc::ENOTTY, libc::EOPNOTSUPP, libc::ENOPKG, libc::EPERM, libc::EINVAL];
+    error.raw_os_error().is_some_and(|number| inability.contains(&number))
 }
 
 #[cfg(test)]
@@ -113,6 +125,7 @@ mod tests {
         let nowhere = StoreVerity::probe(&directory.path().join("none/probe"));
         assert!(nowhere.unavailable().is_some(), "a failure does not keep the store from opening");
     }
+
     #[test]
     fn a_file_without_verity_is_damaged_only_where_the_store_enables_it() {
         let [found, expected] = [Digest([1; 32]), Digest([2; 32])];
@@ -120,11 +133,12 @@ mod tests {
         let enabled = StoreVerity { unavailable: None };
         let lost = Some(FileDamage::VerityLost);
         assert_eq!(enabled.judge(Ok(Measurement::Disabled), expected).unwrap(), lost);
-        // fs.verity.require_signatures, and a block size that the kernel cannot verify.
         for number in [libc::EPERM, libc::EINVAL] {
             assert_eq!(without(number).judge(Ok(Measurement::Disabled), expected).unwrap(), None);
         }
-        assert_eq!(without(libc::ENOSPC).judge(Ok(Measurement::Disabled), expected).unwrap(), lost);
+        for number in [libc::ENOSPC, libc::EMFILE, libc::EACCES, libc::EBUSY] {
+            assert_eq!(without(number).judge(Ok(Measurement::Disabled), expected).unwrap(), lost);
+        }
         let replaced = Some(FileDamage::Verity { found, expected });
         assert_eq!(without(libc::EPERM).judge(Ok(Measurement::Enabled(found)), expected).unwrap(), replaced);
         let open_error = |number| Err(io::Error::from_raw_os_error(number));

@@ -340,10 +340,9 @@ impl StoreState {
                 let error = Chain(&error);
                 tracing::warn!(%error, "fs-verity does not protect a file of the image store; the next verification tries again");
             }
-            // The content is right: a digest that the file does not have any more would keep the image absent.
-            if sum.verity.is_some_and(|recorded| !matches!(verity.find_damage(path, recorded), Ok(None))) {
-                sum.verity = None;
-            }
+            // The content is right: a digest that the file does not have would make the image absent, now or under a kernel that can enable
+            // fs-verity.
+            sum.verity = sum.verity.filter(|recorded| verity.has(path, *recorded));
         }
         if recorded != Some(sums)
             && let Err(error) = sums.write(&self.directory.sums_path(key))

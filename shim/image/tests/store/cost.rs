@@ -25,6 +25,12 @@ fn hostile(name: &str, count: usize) -> Vec<Vec<u8>> {
                 tar = tar.pax(&shortest(&names)).file(&format!("f{file}"), 0o644, b"");
             }
         }
+        "attributes that are deleted again and again" => {
+            let names: Vec<_> = (0..128).map(|n| format!("SCHILY.xattr.user.{n:x}")).collect();
+            let set: Vec<(&str, &[u8])> = names.iter().map(|name| (name.as_str(), &b"x"[..])).collect();
+            let deleted = vec![("SCHILY.xattr.user.none", &b""[..]); count];
+            tar = tar.pax(&[set, deleted].concat()).file("f", 0o644, b"");
+        }
         "long names" => {
             for file in 0..count / 64 {
                 let directory = "n".repeat(250);
@@ -125,6 +131,7 @@ fn the_memory_of_a_load_follows_the_size_of_its_layers() {
     for (name, factor) in [
         ("many small attributes", 2),
         ("as many attributes as are allowed", 2),
+        ("attributes that are deleted again and again", 2),
         ("long names", 8),
         ("deep directories", 512),
         ("files", 2),
