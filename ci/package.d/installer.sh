@@ -31,16 +31,18 @@ pause() { sleep "$1" & wait $!; }
 
 install_node() {
     new=$(cat "$contents/VERSION")
-    # The version that the daemon was last started with by this program: not that of the files, which an interrupted installation has replaced.
+    # The daemon needs no restart if these are the files that it was started with: the version that this program started last, which is
+    # unknown from the installation to the end of the restart, and that of the files, which another program may have replaced.
     started=$root$prefix/share/nacelle/started
-    old=$(cat "$started" 2>/dev/null || true)
+    old="$(cat "$started" 2>/dev/null || true), $(cat "$root$prefix/VERSION" 2>/dev/null || true)"
+    rm -f "$started"
     "$contents/install.sh" --root "$root" --prefix "$prefix"
     if has_systemd; then
         on_node systemctl daemon-reload
         on_node systemctl enable --quiet nacelle.socket nacelle.service
         on_node systemctl start nacelle.socket
         # A new program, or none that runs; pods keep running.
-        if [ "$new" = "$old" ]; then on_node systemctl start nacelle.service; else on_node systemctl restart nacelle.service; fi
+        if [ "$new, $new" = "$old" ]; then on_node systemctl start nacelle.service; else on_node systemctl restart nacelle.service; fi
         echo "$new" >"$started"
     fi
     label "nacelle.dev/installed=${new%% *}"
