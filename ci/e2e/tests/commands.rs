@@ -91,9 +91,14 @@ fn commands_print_json_and_yaml_and_have_exit_codes() {
         let mut watch = Command::new(nacelle_e2e::path_from_env("NACELLE_BIN"));
         watch.args(["vm", "watch", "--config", &config]).stdout(Stdio::null()).stderr(Stdio::piped());
         let watch = watch.spawn().expect("nacelle can be started");
-        let socket = node.directory().join("nacelle.sock").display().to_string();
-        let connected = || run_program("ss", ["-xH", "state", "established", "src", &socket]).ok();
-        eventually("the watch is connected", || (!connected().is_empty()).then_some(()));
+        // The path with which the socket was bound, before it had its name.
+        let bound = node.directory().join(".nacelle.sock").display().to_string();
+        // The state of a connected socket is 03 (proc_net_unix(5)).
+        let is_connection = |line: &str| line.contains(&bound) && line.split_whitespace().nth(5) == Some("03");
+        eventually("the watch is connected", || {
+            let sockets = std::fs::read_to_string("/proc/net/unix").expect("/proc is mounted");
+            sockets.lines().any(is_connection).then_some(())
+        });
         if kills {
             node.kill();
             node.start();
@@ -104,6 +109,8 @@ fn commands_print_json_and_yaml_and_have_exit_codes() {
         let error = String::from_utf8_lossy(&ended.stderr);
         assert!(ended.status.code() == Some(5) && error.contains("the connection to the daemon is lost"), "{ended:?}");
     }
+    // The end of the node checks that nothing is left.
+    node.start();
 }
 
 /// Checks that a bundle has the pod's timeline, is its owner's only, and contains no environment of a container.

@@ -33,7 +33,7 @@ const ELSEWHERE: [(&str, &str, &str); 8] = [
     (
         "command in progress when the pod's cgroup or node is out of memory, engine kvm",
         include_str!("pressure.rs"),
-        "clones_that_write_their_memory_end_only_when_none_can_be_reclaimed",
+        "the_oom_killer_ends_vms_in_the_order_of_their_qos_classes",
     ),
     ("CRI socket in use", include_str!("two_daemons.rs"), "a_second_daemon_takes_nothing_from_the_first"),
     ("disk of the image store full", include_str!("images.rs"), "a_full_disk_fails_the_pull_and_nothing_else"),
