@@ -160,10 +160,13 @@ impl<R: Read> TarReader<R> {
         self.padding = size.wrapping_neg() % BLOCK;
     }
 
-    /// Skips to the header after the current entry.
+    /// Skips to the header after the current entry. An archive may end with the data of its last entry, without padding and blocks of
+    /// zeros: `umoci insert` writes such layers, and other runtimes accept them. Missing data are an error.
     fn skip_to_next_header(&mut self) -> Result<(), TarError> {
-        self.remaining = self.remaining.saturating_add(std::mem::take(&mut self.padding));
         io::copy(self, &mut io::sink()).map_err(|source| TarError::Read { at: self.at, source })?;
+        let padding = std::mem::take(&mut self.padding);
+        let skipped = io::copy(&mut self.stream.by_ref().take(padding), &mut io::sink());
+        self.at += skipped.map_err(|source| TarError::Read { at: self.at, source })?;
         Ok(())
     }
 

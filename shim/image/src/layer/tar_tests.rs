@@ -53,6 +53,17 @@ fn read(bytes: &[u8]) -> Result<Vec<(EntryHeader, Vec<u8>)>, TarError> {
 }
 
 #[test]
+fn an_archive_may_end_with_the_data_of_its_last_entry() {
+    let archive = [block(b"f", b'0', 5, |_| ()).as_slice(), b"bytes"].concat();
+    for end in [0, 1, 506, 507] {
+        let entries = read(&[archive.as_slice(), &vec![0; end]].concat()).unwrap();
+        assert_eq!(entries.iter().map(|(_, content)| content.as_slice()).collect::<Vec<_>>(), [b"bytes"], "{end}");
+    }
+    assert!(read(&archive[..archive.len() - 1]).is_err(), "a byte of the data is missing");
+    assert!(read(&[archive.as_slice(), &[0; 508]].concat()).is_err(), "a part of the next header");
+}
+
+#[test]
 fn an_attribute_with_an_empty_value_is_none() {
     let records = [("a", "1"), ("b", ""), ("a", ""), ("c", ""), ("c", "3"), ("d", "4")];
     let names = records.map(|(name, value)| (format!("SCHILY.xattr.user.{name}"), value));
