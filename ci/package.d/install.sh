@@ -8,7 +8,8 @@
 #   --prefix DIR   the place on the node (/opt/nacelle)
 #   --root DIR     the node's root, seen from here (/): of an image, or of the node in a container; implies --no-start
 #   --no-start     leaves systemd alone
-#   --uninstall    removes what was installed; images, pods' disks and the configuration stay, and pods keep running
+#   --uninstall    removes what was installed, and without pods the saved VMs of templates; images, pods' disks and the configuration
+#                  stay, and pods keep running
 #   --purge        removes them too, unless pods are left
 # Needs a POSIX shell and the usual tools (busybox has them).
 set -eu
@@ -16,7 +17,7 @@ prefix=/opt/nacelle
 root='' start=yes action=install purge=no
 here=$(cd "$(dirname "$0")" && pwd)
 
-usage() { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 die() { echo "install.sh: $*" >&2; exit 1; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -118,6 +119,20 @@ install_all() {
     echo "installed $(cat "$here/VERSION") below $prefix; the node's abilities: $prefix/bin/nacelle check" >&2
 }
 
+# Releases what Nacelle holds without a daemon and without pods: the memory of templates, which is a file system of its own, and cgroups.
+release_templates() {
+    # In a container this is a copy of the node's mount, which ends with its directory.
+    umount "$root/run/nacelle/templates" 2>/dev/null || true
+    rm -rf "$root/run/nacelle/templates"
+    # With cgroup v1 in each hierarchy.
+    cgroups=$root/sys/fs/cgroup
+    if [ -e "$cgroups/cgroup.controllers" ]; then set -- "$cgroups"; else set -- "$cgroups"/*; fi
+    for hierarchy; do
+        rmdir "$hierarchy/nacelle/templates" 2>/dev/null || true
+        rmdir "$hierarchy/nacelle" 2>/dev/null || true
+    done
+}
+
 uninstall_all() {
     if has_systemd; then
         systemctl disable --quiet --now nacelle.service nacelle.socket 2>/dev/null || true
@@ -135,22 +150,14 @@ uninstall_all() {
         rm -f "$copy"
         rmdir "$target/share/nacelle" "$target/share" "$target" 2>/dev/null || true
     fi
-    if [ $purge = yes ]; then
-        if [ -n "$(ls "$root/run/nacelle/pods" 2>/dev/null)" ]; then
-            echo "pods are left, so /var/lib/nacelle, /run/nacelle and $config are not removed" >&2
-        else
-            # A file system of its own, of saved VMs.
-            umount "$root/run/nacelle/templates" 2>/dev/null || true
+    if [ -z "$(ls "$root/run/nacelle/pods" 2>/dev/null)" ]; then
+        release_templates
+        if [ $purge = yes ]; then
             rm -rf "$root/var/lib/nacelle" "$root/run/nacelle" "$config"
-            # Cgroups of its own, with cgroup v1 in each hierarchy.
-            cgroups=$root/sys/fs/cgroup
-            if [ -e "$cgroups/cgroup.controllers" ]; then set -- "$cgroups"; else set -- "$cgroups"/*; fi
-            for hierarchy; do
-                rmdir "$hierarchy/nacelle/templates" 2>/dev/null || true
-                rmdir "$hierarchy/nacelle" 2>/dev/null || true
-            done
             rmdir "$root/etc/nacelle" 2>/dev/null || true
         fi
+    elif [ $purge = yes ]; then
+        echo "pods are left, so /var/lib/nacelle, /run/nacelle and $config are not removed" >&2
     fi
     echo "removed Nacelle from $prefix" >&2
 }

@@ -188,18 +188,26 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
     let dropped = "var/opt/nacelle/share/doc/nacelle/dropped.md";
     assert_eq!(tarball.files(), first.into_iter().filter(|path| path != dropped).collect::<Vec<_>>());
 
-    // A removal keeps the configuration; a purge does not while there are pods.
-    let pod = tarball.root.join("run/nacelle/pods/0123456789abc");
-    let cgroup = tarball.root.join("sys/fs/cgroup/memory/nacelle/templates");
-    for directory in [&pod, &cgroup] {
+    // Nothing of a running pod is removed. Without pods a removal releases the saved VMs, and a purge takes all.
+    let [pod, templates, cgroup, disks] = [
+        "run/nacelle/pods/0123456789abc",
+        "run/nacelle/templates/key",
+        "sys/fs/cgroup/memory/nacelle/templates",
+        "var/lib/nacelle/disks",
+    ]
+    .map(|path| tarball.root.join(path));
+    for directory in [&pod, &templates, &cgroup, &disks] {
         std::fs::create_dir_all(directory).expect("the temporary directory is writable");
     }
+    let exist = || [&templates, &cgroup, &disks].map(|path| path.exists());
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
-    assert_eq!(tarball.files(), ["etc/nacelle/config.toml"]);
+    assert_eq!((tarball.files(), exist()), (vec!["etc/nacelle/config.toml".to_owned()], [true; 3]));
     std::fs::remove_dir(&pod).expect("the directory is ours");
+    assert!(tarball.run(&[&prefix[..], &["--uninstall"]].concat()));
+    assert_eq!((tarball.files(), exist()), (vec!["etc/nacelle/config.toml".to_owned()], [false, false, true]));
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!(tarball.files(), Vec::<String>::new());
-    for directory in ["run/nacelle", "sys/fs/cgroup/memory/nacelle"] {
+    for directory in ["run/nacelle", "sys/fs/cgroup/memory/nacelle", "var/lib/nacelle"] {
         assert!(!tarball.root.join(directory).exists(), "{directory}");
     }
 
