@@ -122,10 +122,18 @@ fn a_pod_process_has_no_capabilities_and_only_its_own_files() {
     }
     let groups = nacelle_e2e::census::cgroups(node.directory());
     for group in &groups {
-        let members = fs::read_to_string(group.join("cgroup.procs")).expect("a control group");
-        assert!(members.lines().any(|pid| process.ends_with(pid)), "{}: {members}", group.display());
+        let members = processes_of_cgroup(group);
+        assert!(members.iter().any(|pid| process.ends_with(pid)), "{}: {members:?}", group.display());
     }
     println!("{threads} threads, {} control groups", groups.len());
+}
+
+/// Returns the pids in a cgroup and its children: without a VM, the agent and the pod process are in children of the pod's cgroup.
+fn processes_of_cgroup(group: &Path) -> Vec<String> {
+    let members = fs::read_to_string(group.join("cgroup.procs")).expect("a control group");
+    let children = fs::read_dir(group).expect("a control group").flatten().map(|entry| entry.path());
+    let below = children.filter(|path| path.is_dir()).flat_map(|child| processes_of_cgroup(&child));
+    members.lines().map(str::to_owned).chain(below).collect()
 }
 
 #[test]
