@@ -7,11 +7,12 @@ use nacelle_base::ContainerId;
 use nacelle_base::copied_in::{DATA, DIRECTORY};
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
+use siphasher::sip::SipHasher13;
 use std::ffi::OsStr;
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::Hasher;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Component, Path};
 
 /// Directories of kubelet's volume plugins that write a volume once and then replace it as a whole.
 const PLUGINS: [(&str, &str); 4] = [
@@ -88,13 +89,29 @@ fn is_written_by_kubelet(volume: &Path) -> bool {
     names.all(|name| name.is_ok_and(|(name, link)| link || is_data(&name)))
 }
 
-/// Returns a name that is readable and, by its hash, unique among the volumes of the pod.
+/// Returns a name that is readable and, by its hash, unique among the volumes of the pod. Containers share a volume by this name, also
+/// those that a later version of the daemon creates: it must stay the same.
 pub(super) fn called(short: &str, name: &str, path: &Path) -> String {
-    let mut hasher = DefaultHasher::new();
-    path.hash(&mut hasher);
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '-' || c == '.' { c } else { '_' };
     let name: String = name.chars().take(MAX_NAME).map(plain).collect();
-    format!("{short}.{name}.{:016x}", hasher.finish())
+    format!("{short}.{name}.{:016x}", stable_hash(path))
+}
+
+/// Returns the SipHash-1-3 with key 0 of the names in a path, followed by what their lengths add up to when each addition rotates the sum:
+/// what the standard library's hash of a path is in Rust 1.95. That one may change with each release.
+fn stable_hash(path: &Path) -> u64 {
+    let mut hasher = SipHasher13::new();
+    let mut lengths = 0_u64;
+    for component in path.components() {
+        if matches!(component, Component::RootDir | Component::CurDir) {
+            continue;
+        }
+        let name = component.as_os_str().as_bytes();
+        lengths = lengths.wrapping_add(name.len() as u64).rotate_right(2);
+        hasher.write(name);
+    }
+    hasher.write(&lengths.to_le_bytes());
+    hasher.finish()
 }
 
 #[cfg(test)]
@@ -103,6 +120,16 @@ mod tests {
     use std::collections::BTreeSet;
     use std::os::unix::fs::symlink;
     use std::path::PathBuf;
+
+    #[test]
+    fn names_stay_those_of_earlier_versions() {
+        let pod = "/var/lib/kubelet/pods/3a7c1f9e-0d51-4b0c-9c57-6d5f0a1b2c3d/volumes/kubernetes.io~empty-dir";
+        assert_eq!(called("disk", "cache", Path::new(&format!("{pod}/cache"))), "disk.cache.f3a21f2b2d59ec71");
+        let settings = Path::new("/var/lib/kubelet/pods/u/volumes/kubernetes.io~configmap/settings");
+        assert_eq!(called("configmap", "settings", settings), "configmap.settings.4365ff2ed8a087da");
+        assert_eq!(called("memory", "c", Path::new("/a/./b//c/")), "memory.c.da512403de630c20");
+        assert_eq!(called("memory", "c", Path::new("/a/b/c")), "memory.c.da512403de630c20");
+    }
 
     fn volume(path: &Path) -> NodeVolume {
         NodeVolume {
