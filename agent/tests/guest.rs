@@ -71,6 +71,10 @@ fn containers_run() {
             time_unix_nanos: seconds * 1_000_000_000,
             entropy: vec![9; 32],
         };
+        for length in [0, 15, 17] {
+            let refused = guest.agent.renew(RenewRequest { generation: vec![0; length], ..renew(2_100_000_000) }).await;
+            assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument, "a generation of {length} bytes");
+        }
         guest.agent.renew(renew(2_000_000_000)).await.unwrap();
         guest.agent.renew(renew(1_950_000_000)).await.unwrap();
         let (output, _) = guest.run("c4", "busybox date +%s", |_, _| ()).await;

@@ -127,7 +127,7 @@ async fn template(vcpus: u8) {
         machine.as_pausable().unwrap().resume().unwrap();
         let mut clone = Guest::of(machine, files, guest.hello.clone(), false).await;
         let renew = RenewRequest {
-            generation: seconds.to_le_bytes().to_vec(),
+            generation: seconds.to_le_bytes().repeat(2),
             time_unix_nanos: seconds * 1_000_000_000,
             entropy: seconds.to_le_bytes().repeat(4),
         };

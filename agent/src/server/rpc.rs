@@ -26,6 +26,9 @@ use crate::memory::HotplugMemory;
 use crate::processors::OnlineCpus;
 use crate::stats::MeasuredContainer;
 
+/// The length of the generation of a Renew request.
+const GENERATION_BYTES: usize = 16;
+
 /// The deadline of every request. A client may set a shorter one.
 pub const DEADLINE: Duration = Duration::from_secs(120);
 /// The longest time that one Wait request waits.
@@ -258,6 +261,10 @@ impl Agent for AgentService {
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
         let request = request.into_inner();
+        if request.generation.len() != GENERATION_BYTES {
+            let length = request.generation.len();
+            return Err(Status::invalid_argument(format!("a generation has {GENERATION_BYTES} bytes and not {length}")));
+        }
         let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
         if *generation == request.generation {
             return Ok(Response::new(Empty {}));

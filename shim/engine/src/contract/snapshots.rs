@@ -170,6 +170,27 @@ pub fn clones_of_a_template_have_more_devices(tested: &dyn TestedEngine) {
     let more_memory = TestVm::restore_with(tested, &dir, Vec::new(), |spec| spec.hotplug_mib = 128);
     let error = more_memory.err().expect("no template is restored as one");
     assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
+    drop(vm);
+
+    // Nor is a clone a template: its guest has bound its devices.
+    let [template_dir, clone_dir] = ["template", "clone"].map(|name| files.path().join(name));
+    let template = TestVm::start_template(tested, |_| ());
+    template.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+    template.save(&template_dir).expect("to save");
+    drop(template);
+    let clone = TestVm::restore(tested, &template_dir, disks(&scratch), 1).expect("to restore");
+    clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+    assert!(clone.query("bind").starts_with("2 "));
+    clone.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+    clone.save(&clone_dir).expect("to save");
+    drop(clone);
+    let more = DiskSpec::File { path: scratch.clone(), read_only: true, serial: "more".into() };
+    let more_disks = disks(&scratch).into_iter().chain([more]).collect();
+    let error = TestVm::restore(tested, &clone_dir, more_disks, 1).err().expect("no clone is restored as a template");
+    assert_eq!(error.kind(), FailureKind::Invalid, "{}", nacelle_base::Chain(&error));
+    let again = TestVm::restore(tested, &clone_dir, disks(&scratch), 1).expect("to restore");
+    again.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+    assert_eq!(again.query("serial 1"), "scratch");
 }
 
 /// The default number of clones that follow each other; the environment variable `NACELLE_CLONES` overrides it.

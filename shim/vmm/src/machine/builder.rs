@@ -177,11 +177,11 @@ impl VmBuilder {
     }
 
     /// Restores the VM from a saved `state`. It stays paused until [`VmHandle::resume`]. If the saved VM announced all windows, this one
-    /// may have further devices behind the saved ones; the guest finds them when it looks at their windows again.
-    pub fn restore(mut self, state: &MachineState) -> Result<VmHandle, Error> {
+    /// may have further devices behind the saved ones; the guest finds them when it looks at their windows again. It does so once, so
+    /// this VM, if it is saved in turn, is no template.
+    pub fn restore(self, state: &MachineState) -> Result<VmHandle, Error> {
         let vcpus = self.create_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;
-        self.config.announce_all_windows = state.announces_all_windows;
         // The interrupt notifies the guest, before it runs on, that its generation id has changed.
         for active in [true, false] {
             let raised = self.vm.set_irq_line(layout::GENERATION_ID.1, active);
