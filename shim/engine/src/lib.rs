@@ -38,14 +38,14 @@ pub use initrd_check::{InitrdError, check_initrd};
 pub use kernel_check::{KernelError, check_kernel};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable,
-    Restorer, Snapshottable, StopMode,
+    Restorer, RunningSaveReport, Snapshottable, StopMode,
 };
 pub use nacelle_base::machine::EngineKind;
 pub use nacelle_vmm::block::{BlockError, OpenExtent, Slot};
 pub use nacelle_vmm::machine::{BLOCK_MIB, unused_hotplug_ranges};
 pub use nacelle_vmm::snapshot::{
-    MEMORY_FILE, STATE_FILE, Snapshot, SnapshotDirectory, SnapshotError, SnapshotFiles, Touched,
-    VERSION as SNAPSHOT_VERSION, fill_holes, read_files as read_snapshot,
+    MEMORY_FILE, PageTracker, STATE_FILE, SavedPages, Snapshot, SnapshotDirectory, SnapshotError, SnapshotFiles,
+    Touched, VERSION as SNAPSHOT_VERSION, fill_holes, read_files as read_snapshot,
 };
 pub use probe::{Accelerator, KvmVerdict, choose_accelerator, default_engine, probe_kvm};
 pub use spec::{CheckedSpec, DiskSpec, Limits, MAX_CMDLINE, MAX_VCPUS, MachineSpec, NicSpec, SpecError};

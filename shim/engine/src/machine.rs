@@ -3,9 +3,10 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use nacelle_vmm::snapshot::{Snapshot, SnapshotFiles};
+use nacelle_vmm::snapshot::{PageTracker, SavedPages, Snapshot, SnapshotFiles};
 
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot, Touched};
 
@@ -95,10 +96,30 @@ pub trait Snapshottable {
     /// must be paused, and stays so; afterwards it may be resumed. After an error the files hold no snapshot.
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
 
+    /// Saves the machine, which runs, as [`save`](Snapshottable::save) does a paused one. It is paused as briefly as possible: memory that it
+    /// writes meanwhile is copied then, and `while_paused` is called, which must keep the disks' contents. It runs on in every case, also after
+    /// an error, of which the first is returned. Soon after `stop` has become true, the call fails.
+    fn save_running(
+        &self,
+        to: &SnapshotFiles,
+        tracker: &PageTracker,
+        stop: &AtomicBool,
+        while_paused: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<RunningSaveReport, EngineError>;
+
     /// Records in the files of a snapshot which pages this machine, which was restored from it in small pages, has touched until now.
     /// Machines that are restored later get these pages before they run, which costs less than one by one; of those that were touched
     /// [later](Touched::Later) they get small pages when they need them.
     fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError>;
+}
+
+/// What saving a running machine took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunningSaveReport {
+    /// How long the machine was paused.
+    pub pause: Duration,
+    /// The pages that the machine had for itself, and those of them that were copied in the pause.
+    pub pages: SavedPages,
 }
 
 /// A machine with hot-plug memory (`MachineSpec::hotplug_mib`), which its guest's kernel adds and removes while it runs.

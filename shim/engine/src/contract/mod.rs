@@ -38,7 +38,7 @@ macro_rules! contract_tests {
             a_kill_is_final, a_guest_without_grace_is_killed, a_vm_killed_from_outside_has_died, an_image_disk_grows_while_the_guest_runs,
             file_disks_appear_in_order, a_hundred_connections_are_independent, a_slow_reader_exerts_back_pressure, ports_without_a_listener_refuse_connections, a_paused_vm_does_nothing,
             two_vms_may_have_the_same_cid, waiting_calls_return_when_the_vm_ends, a_failed_start_leaks_nothing,
-            dropping_a_vm_leaks_nothing, saved_vms_continue, clones_of_a_template_have_more_devices,
+            dropping_a_vm_leaks_nothing, saved_vms_continue, running_vms_are_saved, clones_of_a_template_have_more_devices,
             clones_of_a_template_follow_each_other, invalid_snapshots_are_rejected
         );
     };

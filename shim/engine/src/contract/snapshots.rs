@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 
 use nacelle_base::machine::{Extent, ImageDisk};
@@ -10,7 +11,7 @@ use nacelle_base::{Classify, FailureKind};
 
 use super::test_vm::{LONG, ProcessResources, TestVm, TestedEngine, eventually, fnv1a, read_all, send_command};
 use crate::machine::{ExitKind, MachineStatus, StopMode};
-use crate::{DiskSpec, MachineSpec, STATE_FILE};
+use crate::{DiskSpec, EngineError, MachineSpec, PageTracker, STATE_FILE, SnapshotDirectory};
 
 const MIB: u64 = 1 << 20;
 const CONTENT: [u8; 4096] = [0x5a; 4096];
@@ -101,6 +102,94 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
         let exit = clones[0].machine.stop(StopMode::Shutdown { grace: LONG }).expect("to stop");
         assert_eq!(exit.how, ExitKind::Shutdown, "{exit:?}");
         assert_eq!(clones[1].query("cpus"), vcpus.to_string());
+    }
+}
+
+/// The pages in which the guest counts while it is saved: 8 MiB.
+const COUNTED_PAGES: usize = 2048;
+
+/// A VM that runs is saved at one moment, whatever it writes meanwhile: a booted one, and a clone of a template. It runs on,
+/// also if saving fails, and so do VMs that are restored from it; their memory and disks are those of that moment.
+pub fn running_vms_are_saved(tested: &dyn TestedEngine) {
+    if tested.engine().as_restorer().is_none() {
+        return println!("skipped: this engine saves nothing");
+    }
+    let tracker = PageTracker::open().expect("/proc is mounted");
+    for (vcpus, cloned) in [(1, false), (2, true)] {
+        let files = tempfile::tempdir().expect("a directory for disks and snapshots");
+        let [scratch, template, copy, saved] =
+            ["scratch", "template", "copy", "saved"].map(|name| files.path().join(name));
+        fs::File::create(&scratch).and_then(|file| file.set_len(2 * MIB)).expect("a disk");
+        let vm = if cloned {
+            let original = TestVm::start_template(tested, |spec| spec.vcpus = vcpus);
+            original.machine.as_pausable().expect("a pausable machine").pause().expect("to pause");
+            original.save(&template).expect("to save");
+            drop(original);
+            let vm = TestVm::restore(tested, &template, disks(&scratch), vcpus).expect("to restore");
+            vm.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+            assert!(vm.query("bind").starts_with("2 "));
+            vm
+        } else {
+            TestVm::start(tested, disks(&scratch), |spec| spec.vcpus = vcpus)
+        };
+        assert_eq!(vm.query(&format!("count {COUNTED_PAGES}")), "ok");
+        let rounds = |vm: &TestVm| {
+            let answer = vm.query("counted");
+            let (rounds, errors) = answer.split_once(' ').expect("two numbers");
+            assert_eq!(errors, "0", "a page was not that of the moment");
+            rounds.parse::<u64>().expect("a number")
+        };
+        let counts_on = |vm: &TestVm| {
+            let from = rounds(vm) + 2;
+            eventually("the guest counts on", || rounds(vm) >= from);
+        };
+        counts_on(&vm);
+        let save = |stop: bool, while_paused: &mut dyn FnMut() -> Result<(), EngineError>| {
+            let directory = SnapshotDirectory::create(&saved).expect("a directory");
+            let snapshottable = vm.machine.as_snapshottable().expect("a machine that can be saved");
+            let report =
+                snapshottable.save_running(directory.files(), &tracker, &AtomicBool::new(stop), while_paused)?;
+            directory.commit().expect("to save");
+            Ok::<_, EngineError>(report)
+        };
+        let fail = || Err(EngineError::Ended { what: "copy the disks of" });
+        for failed in [save(true, &mut || Ok(())), save(false, &mut || fail())] {
+            let error = failed.expect_err("it was stopped, or its disks failed");
+            println!("{}", nacelle_base::Chain(&error));
+            assert_eq!(vm.machine.status(), MachineStatus::Running);
+            assert!(!saved.exists());
+            counts_on(&vm);
+        }
+
+        assert_eq!(vm.query(&format!("fill 1 {MIB} 7 4096")), "ok");
+        let before = rounds(&vm);
+        let mut copy_disks = || {
+            fs::copy(&scratch, &copy).expect("a copy of the disk");
+            Ok(())
+        };
+        let report = save(false, &mut copy_disks).expect("to save");
+        println!("{vcpus} vCPUs, a clone: {cloned}: {report:?}");
+        assert!(report.pages.own as usize >= COUNTED_PAGES && report.pages.paused <= report.pages.own);
+        assert_eq!(vm.query(&format!("fill 1 {MIB} 8 4096")), "ok");
+        let clones: Vec<_> = ["one", "two"]
+            .map(|name| {
+                let own = files.path().join(name);
+                fs::copy(&copy, &own).expect("a copy of the disk");
+                TestVm::restore(tested, &saved, disks(&own), vcpus).expect("to restore")
+            })
+            .into();
+        drop(fs::remove_dir_all(&template));
+        for clone in &clones {
+            clone.machine.as_pausable().expect("a pausable machine").resume().expect("to resume");
+        }
+        for clone in &clones {
+            assert_eq!(clone.query("cpus"), vcpus.to_string());
+            assert!(rounds(clone) >= before);
+            counts_on(clone);
+            assert_eq!(clone.query(&format!("sum 1 {MIB} 4096")), format!("{:016x}", fnv1a(&[7; 4096])));
+        }
+        counts_on(&vm);
+        assert_eq!(vm.query(&format!("sum 1 {MIB} 4096")), format!("{:016x}", fnv1a(&[8; 4096])));
     }
 }
 

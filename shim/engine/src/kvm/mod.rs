@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nacelle_base::Chain;
 use nacelle_base::machine::{ConsoleKind, MemoryPages};
@@ -19,7 +19,7 @@ use nacelle_vmm::hotplug;
 use nacelle_vmm::machine::{self, HostPages, MAX_DEVICES, MemoryBacking, VmBuilder, VmConfig, VmExit};
 use nacelle_vmm::net::{self, Net, NetConfig};
 use nacelle_vmm::rng::Rng;
-use nacelle_vmm::snapshot::{self, Snapshot, SnapshotFiles};
+use nacelle_vmm::snapshot::{self, PageTracker, Snapshot, SnapshotFiles};
 use nacelle_vmm::vsock::Vsock;
 
 use crate::console::{self, ConsoleLog, PANIC_MESSAGE};
@@ -27,8 +27,8 @@ use crate::disk::create_slot;
 use crate::exit_latch::{self, ExitLatch};
 use crate::link::VsockLink;
 use crate::machine::{
-    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, Restorer, Snapshottable,
-    StopMode,
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, Restorer,
+    RunningSaveReport, Snapshottable, StopMode,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot, Touched};
 
@@ -373,6 +373,29 @@ impl Snapshottable for KvmMachine {
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
         snapshot::save_to_files(&vm, to).map_err(|source| EngineError::Snapshot { what: "write", source })
+    }
+
+    fn save_running(
+        &self,
+        to: &SnapshotFiles,
+        tracker: &PageTracker,
+        stop: &AtomicBool,
+        while_paused: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<RunningSaveReport, EngineError> {
+        let failed = |source| EngineError::Snapshot { what: "write", source };
+        let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
+        let copy = snapshot::begin_save(&vm, to, tracker, stop).map_err(failed)?;
+        let begin = Instant::now();
+        let captured = self.pause().and_then(|()| {
+            let captured = copy.capture().map_err(failed)?;
+            while_paused()?;
+            Ok(captured)
+        });
+        let resumed = self.resume();
+        let pause = begin.elapsed();
+        let captured = captured?;
+        resumed?;
+        Ok(RunningSaveReport { pause, pages: captured.finish().map_err(failed)? })
     }
 
     fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError> {

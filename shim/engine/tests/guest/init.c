@@ -8,6 +8,9 @@
 //   chase MIB STEPS              dependent reads all over memory; nanoseconds a read
 //   bind                         binds the driver to devices that came after the boot; how many, and the microseconds
 //   receive PORT                 takes one TCP connection; bytes a second until its end
+// For the tests of snapshots:
+//   count PAGES                  from now on, adds one to a number in each page of new memory, page after page, as long as all are right
+//   counted                      how often it has done so, and how many numbers were wrong
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -339,6 +342,39 @@ static void chase(int fd, size_t bytes, long long steps) {
     say(fd, answer);
 }
 
+static atomic_llong counting_rounds, counting_errors;
+
+static void *count_forever(void *arg) {
+    size_t pages = (size_t)arg;
+    volatile uint64_t *memory = new_memory(pages << 12);
+    if (!memory) counting_errors = 1;
+    while (!counting_errors) {
+        uint64_t round = counting_rounds;
+        for (size_t page = 0; page < pages; page++) {
+            if (memory[page << 9] != round) counting_errors++;
+            memory[page << 9] = round + 1;
+        }
+        counting_rounds++;
+    }
+    return NULL;
+}
+
+static void count(int fd, long long pages) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, count_forever, (void *)(size_t)pages) != 0) {
+        say(fd, "no thread\n");
+        return;
+    }
+    pthread_detach(thread);
+    say(fd, "ok\n");
+}
+
+static void counted(int fd) {
+    char answer[64];
+    snprintf(answer, sizeof answer, "%lld %lld\n", counting_rounds, counting_errors);
+    say(fd, answer);
+}
+
 static void echo(int fd) {
     char buffer[16384];
     ssize_t n;
@@ -381,6 +417,8 @@ static void *serve(void *arg) {
     else if (!strcmp(line, "bind")) bind_devices(fd);
     else if (sscanf(line, "faults %lld", &length) == 1) faults(fd, length << 20);
     else if (sscanf(line, "chase %lld %lld", &length, &at) == 2) chase(fd, length << 20, at);
+    else if (sscanf(line, "count %lld", &length) == 1) count(fd, length);
+    else if (!strcmp(line, "counted")) counted(fd);
     else if (sscanf(line, "receive %d", &index) == 1) receive_bytes(fd, index);
     else if (!strcmp(line, "poweroff")) reboot(RB_AUTOBOOT);
     else if (!strcmp(line, "panic")) {

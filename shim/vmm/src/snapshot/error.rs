@@ -87,6 +87,12 @@ pub enum SnapshotError {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The caller stopped the saving of a running VM.
+    #[error("saving the VM was stopped")]
+    Stopped,
+    /// Other processes may write to the memory, and no process can note all writes.
+    #[error("a VM whose memory is shared with other processes is saved only while it is paused")]
+    SharedMemory,
     /// The VM's state cannot be saved.
     #[error("cannot read the VM's state")]
     Machine {
@@ -104,7 +110,8 @@ impl Classify for SnapshotError {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => FailureKind::Exhausted,
                 _ => FailureKind::Internal,
             },
-            SnapshotError::Version { .. } => FailureKind::Unsupported,
+            SnapshotError::Version { .. } | SnapshotError::SharedMemory => FailureKind::Unsupported,
+            SnapshotError::Stopped => FailureKind::Unavailable,
             SnapshotError::TooLarge { .. } => FailureKind::Exhausted,
             SnapshotError::Machine { source } => source.kind(),
             SnapshotError::Encode { .. } => FailureKind::Internal,

@@ -102,25 +102,32 @@ impl MemoryChunk<'_> {
     fn write(&self, file: &File, buffer: &mut [u8]) -> io::Result<()> {
         let slice = self.region.get_slice(MemoryRegionAddress(self.start as u64), self.length);
         slice.map_err(io::Error::other)?.copy_to(buffer);
-        let pages = buffer.get(..self.length).unwrap_or_default().chunks(PAGE);
-        let mut run: Option<(usize, usize)> = None;
-        let write_run = |run: Option<(usize, usize)>| match run {
-            Some((start, end)) => file.write_all_at(buffer.get(start..end).unwrap_or_default(), self.at + start as u64),
-            None => Ok(()),
-        };
-        for (number, page) in pages.enumerate() {
-            let start = number * PAGE;
-            if is_zero(page) {
-                write_run(run.take())?;
-            } else {
-                run = Some((run.map_or(start, |(first, _)| first), start + page.len()));
-            }
-        }
-        write_run(run)
+        let pages = buffer.get(..self.length).unwrap_or_default();
+        runs_of_pages(pages, |_, page| !is_zero(page))
+            .try_for_each(|(start, run)| file.write_all_at(run, self.at + start as u64))
     }
 }
 
-fn is_zero(page: &[u8]) -> bool {
+/// Returns the runs of pages that are wanted, each with its position in `bytes`. The closure gets the position of a page and its content.
+pub(super) fn runs_of_pages(
+    bytes: &[u8],
+    mut is_wanted: impl FnMut(usize, &[u8]) -> bool,
+) -> impl Iterator<Item = (usize, &[u8])> {
+    let mut pages = bytes.chunks(PAGE).enumerate().map(|(number, page)| (number * PAGE, page));
+    std::iter::from_fn(move || {
+        let (start, first) = pages.find(|(at, page)| is_wanted(*at, page))?;
+        let mut end = start + first.len();
+        for (at, page) in pages.by_ref() {
+            if !is_wanted(at, page) {
+                break;
+            }
+            end = at + page.len();
+        }
+        Some((start, bytes.get(start..end)?))
+    })
+}
+
+pub(super) fn is_zero(page: &[u8]) -> bool {
     static ZEROS: [u8; PAGE] = [0; PAGE];
     ZEROS.get(..page.len()) == Some(page)
 }

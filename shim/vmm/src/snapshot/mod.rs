@@ -18,7 +18,9 @@
 mod directory;
 mod envelope;
 mod error;
+mod live;
 mod memory;
+mod page_set;
 mod pagemap;
 mod working_set;
 
@@ -28,16 +30,19 @@ mod tests;
 pub use directory::SnapshotDirectory;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
+pub use live::{PageTracker, SavedPages};
 pub use working_set::WorkingSet;
 
-use crate::machine::{self, HostPages, MachineState, VmBuilder, VmConfig, VmHandle};
+use crate::machine::{self, HostPages, MachineState, MemoryBacking, VmBuilder, VmConfig, VmHandle};
 use crate::virtio::{DeviceKind, Memory};
+use live::{CapturedMemory, LiveCopy};
 use nacelle_base::guest_warn;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 /// The name of the file that holds everything except the memory.
 pub const STATE_FILE: &str = "state";
@@ -155,6 +160,57 @@ pub fn save_to_files(machine: &VmHandle, files: &SnapshotFiles) -> Result<(), Sn
     let VmConfig { memory_mib, hotplug_mib, .. } = *machine.config();
     let document = Document { memory_mib, hotplug_mib, working_set: WorkingSet::default(), machine: state };
     write(files, &document, machine.memory())
+}
+
+/// A VM whose memory is being saved while it runs.
+pub struct RunningSave<'a> {
+    machine: &'a VmHandle,
+    files: &'a SnapshotFiles,
+    copy: LiveCopy<'a>,
+}
+
+/// The state of a VM at the moment at which it was paused. The VM may run again; its files are complete after
+/// [`finish`](CapturedVm::finish).
+pub struct CapturedVm<'a> {
+    files: &'a SnapshotFiles,
+    document: Document<MachineState>,
+    memory: CapturedMemory<'a>,
+}
+
+/// Begins to write the snapshot of a running VM to `files`, as [`save_to_files`] does: copies the memory that it has for itself. If the
+/// kernel notes no writes, this is done when the VM is paused. Every step fails soon after `stop` has become true, with
+/// [`SnapshotError::Stopped`].
+pub fn begin_save<'a>(
+    machine: &'a VmHandle,
+    files: &'a SnapshotFiles,
+    tracker: &'a PageTracker,
+    stop: &'a AtomicBool,
+) -> Result<RunningSave<'a>, SnapshotError> {
+    if machine.config().backing == MemoryBacking::Shared {
+        return Err(SnapshotError::SharedMemory);
+    }
+    files.state.set_len(0).map_err(files.failed("truncate", STATE_FILE))?;
+    Ok(RunningSave { machine, files, copy: LiveCopy::begin(machine.memory(), files, tracker, stop)? })
+}
+
+impl<'a> RunningSave<'a> {
+    /// Copies what the VM, which must be paused, has written since, and its state. It may be resumed then.
+    pub fn capture(self) -> Result<CapturedVm<'a>, SnapshotError> {
+        let machine = self.machine.save().map_err(|source| SnapshotError::Machine { source })?;
+        let VmConfig { memory_mib, hotplug_mib, .. } = *self.machine.config();
+        let document = Document { memory_mib, hotplug_mib, working_set: WorkingSet::default(), machine };
+        Ok(CapturedVm { files: self.files, document, memory: self.copy.capture()? })
+    }
+}
+
+impl CapturedVm<'_> {
+    /// Writes the rest of the memory, and the state last: without it there is no snapshot.
+    pub fn finish(self) -> Result<SavedPages, SnapshotError> {
+        let bytes = envelope::encode(&self.document)?;
+        let pages = self.memory.finish()?;
+        write_state(self.files, &bytes)?;
+        Ok(pages)
+    }
 }
 
 /// When a VM has touched the pages of a working set.

@@ -17,6 +17,9 @@ const IS_OF_FILE: u64 = 1 << 61;
 /// A bit of an entry: the page is in swap.
 const IS_SWAPPED: u64 = 1 << 62;
 
+/// A bit of an entry: the page was written since the soft-dirty bits were cleared (kernel's admin-guide/mm/soft-dirty).
+const IS_SOFT_DIRTY: u64 = 1 << 55;
+
 /// What is behind a page of the process.
 pub struct PageEntry(u64);
 
@@ -26,7 +29,19 @@ impl PageEntry {
         self.0 & IS_PRESENT_OR_SWAPPED != 0
     }
 
-    /// Returns whether the process has written the page, and so has it for itself, in private memory that no child process shares.
+    /// Returns whether the page belongs to private memory of the process and not to a file, or is the page of zeros. In a private mapping of
+    /// a file, the content of all other pages is that of the file.
+    pub fn is_private(&self) -> bool {
+        self.is_touched() && self.0 & IS_OF_FILE == 0
+    }
+
+    /// Returns whether the page was written since the soft-dirty bits of the process were cleared.
+    pub fn is_soft_dirty(&self) -> bool {
+        self.0 & IS_SOFT_DIRTY != 0
+    }
+
+    /// Returns whether the process has written the page, and so has it for itself, in private memory that no child process shares. The kernel
+    /// may deny it of a page that another process once shared, so what is to be saved is found with [`is_private`](PageEntry::is_private).
     pub fn is_own(&self) -> bool {
         self.0 & IS_OF_FILE == 0 && self.0 & (IS_EXCLUSIVE | IS_SWAPPED) != 0
     }

@@ -162,7 +162,7 @@ fn units_of(parts: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 /// Returns each region with its position in the file.
-fn with_positions(memory: &Memory) -> impl Iterator<Item = (&GuestRegionMmap<()>, u64)> {
+pub(super) fn with_positions(memory: &Memory) -> impl Iterator<Item = (&GuestRegionMmap<()>, u64)> {
     memory.iter().scan(0_u64, |next, region| {
         let at = *next;
         *next = next.saturating_add(region.len());
