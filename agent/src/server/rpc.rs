@@ -263,7 +263,9 @@ impl Agent for AgentService {
         let request = request.into_inner();
         if request.generation.len() != GENERATION_BYTES {
             let length = request.generation.len();
-            return Err(Status::invalid_argument(format!("a generation has {GENERATION_BYTES} bytes and not {length}")));
+            return Err(Status::invalid_argument(format!(
+                "a generation has {GENERATION_BYTES} bytes and not {length}"
+            )));
         }
         let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
         if *generation == request.generation {

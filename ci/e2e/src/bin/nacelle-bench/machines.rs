@@ -1,6 +1,7 @@
 //! Runs one VM under measurement in a process of its own: Nacelle's VMM (this program again, as `nacelle-bench --machine`) or
 //! plain QEMU microvm, with the same kernel, initramfs and disks. Both need working KVM.
 
+use crate::cuts;
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_engine::{
     BOOT_PORT, DiskSpec, Engine, Machine, MachineSpec, NicSpec, SnapshotDirectory, SnapshotFiles, Touched, fill_holes,
@@ -27,6 +28,10 @@ pub const START_LIMIT: Duration = Duration::from_secs(120);
 pub const SAVE_COMMAND: &str = "save ";
 /// The command to a child to record in a directory which pages its VM, restored from there, has written.
 pub const RECORD_COMMAND: &str = "record ";
+/// The command `cut METHOD FILE` to a child: saves what its VM has of its own, and resumes it. The answer is JSON: {"pause": ms}.
+pub const CUT_COMMAND: &str = "cut ";
+/// The command to a child to wait until the cut is complete. The answer is JSON.
+pub const CUT_END_COMMAND: &str = "end of the cut";
 /// The first argument of `nacelle-bench --machine DESCRIPTION`.
 pub const CHILD_ARGUMENT: &str = "--machine";
 
@@ -268,8 +273,31 @@ pub fn run_vm_child(description: &str) -> ExitCode {
 /// Answers each line of standard input with a line, until its end.
 fn serve_commands(machine: &dyn Machine) -> ExitCode {
     let (link, pausable) = (machine.link(), "a VM that can be paused");
+    let mut open_cut = None;
     for command in std::io::stdin().lines() {
         let command = command.expect("a line");
+        if let Some((method, path)) = command.strip_prefix(CUT_COMMAND).and_then(|command| command.rsplit_once(' ')) {
+            let (method, busy) = method.strip_suffix("+busy").map_or((method, false), |method| (method, true));
+            let loop_of_guest = busy.then(|| {
+                let stream = link.connect(COMMAND_PORT, START_LIMIT).expect("the guest takes connections");
+                let looped = std::thread::spawn(move || exchange_line(&stream, "faults 32"));
+                std::thread::sleep(Duration::from_millis(20));
+                looped
+            });
+            let (pause, cut) = cuts::cut(machine, method, path.as_ref());
+            open_cut = Some((cut, PathBuf::from(path)));
+            if let Some(looped) = loop_of_guest {
+                let ended = looped.is_finished();
+                eprintln!("{method} busy: the guest had ended: {ended}; {}", looped.join().expect("the loop"));
+            }
+            println!("{}", serde_json::json!({"pause": pause}));
+            continue;
+        }
+        if command == CUT_END_COMMAND {
+            let (cut, path) = open_cut.take().expect("a cut");
+            println!("{}", cut.finish(&path));
+            continue;
+        }
         if let Some(directory) = command.strip_prefix(SAVE_COMMAND) {
             let begin = monotonic_nanos();
             machine.as_pausable().expect(pausable).pause().expect("to pause");

@@ -7,6 +7,7 @@ mod clones;
 mod containerd;
 mod cri;
 mod crowd;
+mod cuts;
 mod density;
 mod files;
 mod guests;
@@ -103,6 +104,11 @@ fn run_subcommand(arguments: &[&str]) -> Option<ExitCode> {
         ["vm", runs] => {
             let Ok(runs) = runs.parse() else { return Some(usage_error("ci/bench vm RUNS")) };
             println!("{}", vm::measure(runs));
+            ExitCode::SUCCESS
+        }
+        ["cuts", runs] => {
+            let Ok(runs) = runs.parse() else { return Some(usage_error("ci/bench cuts RUNS")) };
+            println!("{}", cuts::measure(runs));
             ExitCode::SUCCESS
         }
         ["clones", clones, runs] => {
