@@ -8,8 +8,8 @@
 #   --prefix DIR   the place on the node (/opt/nacelle)
 #   --root DIR     the node's root, seen from here (/): of an image, or of the node in a container; implies --no-start
 #   --no-start     leaves systemd alone
-#   --uninstall    removes what was installed, and without pods the saved VMs of templates; images, pods' disks and the configuration
-#                  stay, and pods keep running
+#   --uninstall    removes what was installed and, if no pods are left, the saved VMs of templates; images, pods' disks and the
+#                  configuration stay, and pods keep running
 #   --purge        removes them too, unless pods are left
 # Needs a POSIX shell and the usual tools (busybox has them).
 set -eu
@@ -121,14 +121,19 @@ install_all() {
 
 # Releases what Nacelle holds without a daemon and without pods: the memory of templates, which is a file system of its own, and cgroups.
 release_templates() {
-    # In a container this is a copy of the node's mount, which ends with its directory.
-    umount "$root/run/nacelle/templates" 2>/dev/null || true
-    rm -rf "$root/run/nacelle/templates"
+    templates=$root/run/nacelle/templates
+    # In a container this is a copy of the node's mount, which ends with its directory. A program may still use it.
+    umount "$templates" 2>/dev/null || umount -l "$templates" 2>/dev/null || true
+    rm -rf "$templates" || echo "$templates is not removed" >&2
     # With cgroup v1 in each hierarchy.
     cgroups=$root/sys/fs/cgroup
     if [ -e "$cgroups/cgroup.controllers" ]; then set -- "$cgroups"; else set -- "$cgroups"/*; fi
     for hierarchy; do
-        rmdir "$hierarchy/nacelle/templates" 2>/dev/null || true
+        # The process that builds a template ends soon after the daemon.
+        for _ in 1 2 3 4 5; do
+            if ! [ -d "$hierarchy/nacelle/templates" ] || rmdir "$hierarchy/nacelle/templates" 2>/dev/null; then break; fi
+            sleep 1
+        done
         rmdir "$hierarchy/nacelle" 2>/dev/null || true
     done
 }

@@ -203,7 +203,12 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!((tarball.files(), exist()), (vec!["etc/nacelle/config.toml".to_owned()], [true; 3]));
     std::fs::remove_dir(&pod).expect("the directory is ours");
+    // The templates are a file system of their own, which may still be in use.
+    let mounted = templates.parent().expect("it has one");
+    run_program("mount", ["-t", "tmpfs", "templates", &*mounted.to_string_lossy()]).ok();
+    let in_use = std::fs::File::create(mounted.join("memory")).expect("an empty file system");
     assert!(tarball.run(&[&prefix[..], &["--uninstall"]].concat()));
+    drop(in_use);
     assert_eq!((tarball.files(), exist()), (vec!["etc/nacelle/config.toml".to_owned()], [false, false, true]));
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
     assert_eq!(tarball.files(), Vec::<String>::new());
