@@ -119,11 +119,13 @@ install_all() {
     echo "installed $(cat "$here/VERSION") below $prefix; the node's abilities: $prefix/bin/nacelle check" >&2
 }
 
-# Releases what Nacelle holds without a daemon and without pods: the memory of templates, which is a file system of its own, and cgroups.
-release_templates() {
+# Releases what Nacelle holds without a daemon and without pods: the memory of templates, which is a file system of its own, cgroups, and the
+# lock for network namespaces.
+release_node() {
     templates=$root/run/nacelle/templates
     # In a container this is a copy of the node's mount, which ends with its directory. A program may still use it.
     umount "$templates" 2>/dev/null || umount -l "$templates" 2>/dev/null || true
+    rm -f "$root/run/.netns.nacelle-lock"
     rm -rf "$templates" || echo "$templates is not removed" >&2
     # With cgroup v1 in each hierarchy.
     cgroups=$root/sys/fs/cgroup
@@ -156,7 +158,7 @@ uninstall_all() {
         rmdir "$target/share/nacelle" "$target/share" "$target" 2>/dev/null || true
     fi
     if [ -z "$(ls "$root/run/nacelle/pods" 2>/dev/null)" ]; then
-        release_templates
+        release_node
         if [ $purge = yes ]; then
             rm -rf "$root/var/lib/nacelle" "$root/run/nacelle" "$config"
             rmdir "$root/etc/nacelle" 2>/dev/null || true

@@ -199,9 +199,12 @@ fn the_tarball_is_installed_below_a_prefix_upgraded_and_removed() {
     for directory in [&pod, &templates, &cgroup, &disks] {
         std::fs::create_dir_all(directory).expect("the temporary directory is writable");
     }
+    let lock = tarball.root.join("run/.netns.nacelle-lock");
+    std::fs::write(&lock, "").expect("the directory is ours");
     let exist = || [&templates, &cgroup, &disks].map(|path| path.exists());
     assert!(tarball.run(&[&prefix[..], &["--uninstall", "--purge"]].concat()));
-    assert_eq!((tarball.files(), exist()), (vec!["etc/nacelle/config.toml".to_owned()], [true; 3]));
+    let kept = ["etc/nacelle/config.toml", "run/.netns.nacelle-lock"].map(str::to_owned).to_vec();
+    assert_eq!((tarball.files(), exist()), (kept, [true; 3]));
     std::fs::remove_dir(&pod).expect("the directory is ours");
     // The templates are a file system of their own, which may still be in use.
     let mounted = templates.parent().expect("it has one");
