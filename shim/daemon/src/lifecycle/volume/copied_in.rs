@@ -97,8 +97,9 @@ pub(super) fn called(short: &str, name: &str, path: &Path) -> String {
     format!("{short}.{name}.{:016x}", stable_hash(path))
 }
 
-/// Returns the SipHash-1-3 with key 0 of the names in a path, followed by what their lengths add up to when each addition rotates the sum:
-/// what the standard library's hash of a path is in Rust 1.95. That one may change with each release.
+/// Returns SipHash-1-3 with key 0 of the components of an absolute path, followed by the sum of their lengths, rotated right by two bits
+/// after each addition. This equals `Path::hash` with `DefaultHasher` in Rust 1.95, of which the names in running pods were made; a later
+/// release may change it.
 fn stable_hash(path: &Path) -> u64 {
     let mut hasher = SipHasher13::new();
     let mut lengths = 0_u64;
@@ -129,6 +130,8 @@ mod tests {
         assert_eq!(called("configmap", "settings", settings), "configmap.settings.4365ff2ed8a087da");
         assert_eq!(called("memory", "c", Path::new("/a/./b//c/")), "memory.c.da512403de630c20");
         assert_eq!(called("memory", "c", Path::new("/a/b/c")), "memory.c.da512403de630c20");
+        let bytes = OsStr::from_bytes(b"/a/../\xff");
+        assert_eq!(called("memory", "c", Path::new(bytes)), "memory.c.06d22cfe612c6b4b");
     }
 
     fn volume(path: &Path) -> NodeVolume {
