@@ -26,7 +26,7 @@ use crate::memory::HotplugMemory;
 use crate::processors::OnlineCpus;
 use crate::stats::MeasuredContainer;
 
-/// The length of the generation of a Renew request.
+/// The length of `RenewRequest::generation` in bytes.
 const GENERATION_BYTES: usize = 16;
 
 /// The deadline of every request. A client may set a shorter one.

@@ -111,6 +111,9 @@ pub enum EngineError {
         /// The operation.
         what: &'static str,
     },
+    /// The machine was to be saved while it runs.
+    #[error("the VM is paused: resume it, or save it as it is")]
+    IsPaused,
     /// The machine was killed and has not ended.
     #[error("the VM's process {pid} has not ended within {limit:?} after SIGKILL")]
     NotEnding {
@@ -142,7 +145,7 @@ impl Classify for EngineError {
             EngineError::Resources { .. } => FailureKind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
             EngineError::ReleaseMemory { .. } => FailureKind::Internal,
-            EngineError::Ended { .. } => FailureKind::Conflict,
+            EngineError::Ended { .. } | EngineError::IsPaused => FailureKind::Conflict,
             EngineError::NotEnding { .. } => FailureKind::Timeout,
             EngineError::Spawn { .. } => FailureKind::Unavailable,
             #[cfg(feature = "fake")]

@@ -96,9 +96,11 @@ pub trait Snapshottable {
     /// must be paused, and stays so; afterwards it may be resumed. After an error the files hold no snapshot.
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
 
-    /// Saves the machine, which runs, as [`save`](Snapshottable::save) does a paused one. It is paused as briefly as possible: memory that it
-    /// writes meanwhile is copied then, and `while_paused` is called, which must keep the disks' contents. It runs on in every case, also after
-    /// an error, of which the first is returned. Soon after `stop` has become true, the call fails.
+    /// Saves a running machine as [`save`](Snapshottable::save) does a paused one. The machine is paused as briefly as possible: then memory that
+    /// it has written meanwhile is copied, and `while_paused` is called, which must keep the disks' contents. It is resumed in every
+    /// case; if that fails, its error is returned, otherwise the first one. Fails soon after `stop` has become true, unless the files
+    /// are being flushed. Nothing else may pause or resume the machine meanwhile; a paused one is refused. A machine that is stopped keeps
+    /// its memory until this call has returned.
     fn save_running(
         &self,
         to: &SnapshotFiles,
@@ -118,7 +120,7 @@ pub trait Snapshottable {
 pub struct RunningSaveReport {
     /// How long the machine was paused.
     pub pause: Duration,
-    /// The pages that the machine had for itself, and those of them that were copied in the pause.
+    /// The private pages of the machine, and those of them that were copied in the pause.
     pub pages: SavedPages,
 }
 

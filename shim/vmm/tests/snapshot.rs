@@ -4,12 +4,14 @@
 use nacelle_base::{Classify, FailureKind};
 use nacelle_vmm::DeviceKind;
 use nacelle_vmm::balloon::Balloon;
-use nacelle_vmm::machine::{Error, VmBuilder, VmConfig, VmExit, VmHandle};
+use nacelle_vmm::machine::{Error, MemoryBacking, VmBuilder, VmConfig, VmExit, VmHandle};
 use nacelle_vmm::rng::Rng;
-use nacelle_vmm::snapshot::{self, SnapshotError};
+use nacelle_vmm::snapshot::{self, PageTracker, SnapshotDirectory, SnapshotError};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use vm_memory::{Bytes, GuestAddress};
 
 /// A timeout longer than anything takes on a slow and busy node.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -90,14 +92,17 @@ impl Output {
 
 /// Starts the guest on a VM with a device. Prints a reason and returns `None` if there is no KVM.
 fn start(directory: &Path, vcpus: u8) -> Option<(VmHandle, Output)> {
-    let mut builder =
-        match VmBuilder::new(VmConfig { vcpus, memory_mib: 16, kernel: kernel(directory), ..VmConfig::default() }) {
-            Ok(builder) => builder,
-            Err(error) => {
-                println!("skipped: {}", nacelle_base::Chain(&error));
-                return None;
-            }
-        };
+    start_with(VmConfig { vcpus, memory_mib: 16, kernel: kernel(directory), ..VmConfig::default() })
+}
+
+fn start_with(config: VmConfig) -> Option<(VmHandle, Output)> {
+    let mut builder = match VmBuilder::new(config) {
+        Ok(builder) => builder,
+        Err(error) => {
+            println!("skipped: {}", nacelle_base::Chain(&error));
+            return None;
+        }
+    };
     let output = Output::default();
     output.listen(&mut builder);
     builder.attach(Rng::new().device()).unwrap();
@@ -181,4 +186,48 @@ fn mismatched_snapshots_are_rejected() {
     builder.attach(Rng::new().device()).unwrap();
     let error = builder.restore(saved.state()).err().unwrap();
     assert!(matches!(error, Error::Mismatch { what: "vCPUs", saved: 1, here: 2 }), "{error}");
+}
+
+/// A guest that counts in memory is saved while it runs: where a restored VM continues, the saved one was between begin and end of the pause.
+#[test]
+fn a_running_vm_is_saved_at_the_moment_of_its_pause() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((machine, output)) = start(directory.path(), 1) else { return };
+    let (tracker, stop) = (PageTracker::open().unwrap(), AtomicBool::new(false));
+    let counter = |machine: &VmHandle| machine.memory().read_obj::<u32>(GuestAddress(COUNTER.into())).unwrap();
+    let files = SnapshotDirectory::create(&directory.path().join("running")).unwrap();
+    let copy = snapshot::begin_save(&machine, files.files(), &tracker, &stop).unwrap();
+    let from = counter(&machine);
+    eventually(|| counter(&machine) > from);
+    machine.pause().unwrap();
+    let paused = counter(&machine);
+    let captured = copy.capture().unwrap();
+    machine.resume().unwrap();
+    eventually(|| counter(&machine) > paused);
+    captured.finish().unwrap();
+    files.commit().unwrap();
+    let (restored, _) = restore(&directory.path().join("running"));
+    assert_eq!(counter(&restored), paused);
+    restored.resume().unwrap();
+    eventually(|| counter(&restored) > paused);
+    drop((machine, output));
+
+    let shared = VmConfig {
+        backing: MemoryBacking::Shared,
+        memory_mib: 16,
+        kernel: kernel(directory.path()),
+        ..VmConfig::default()
+    };
+    let (machine, _) = start_with(shared).unwrap();
+    let files = SnapshotDirectory::create(&directory.path().join("shared")).unwrap();
+    let refused = snapshot::begin_save(&machine, files.files(), &tracker, &stop).err().unwrap();
+    assert!(matches!(refused, SnapshotError::Untracked), "{refused}");
+}
+
+fn eventually(holds: impl Fn() -> bool) {
+    let end = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < end, "not within {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -385,22 +385,54 @@ impl Snapshottable for KvmMachine {
         let failed = |source| EngineError::Snapshot { what: "write", source };
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
         let copy = snapshot::begin_save(&vm, to, tracker, stop).map_err(failed)?;
-        let begin = Instant::now();
-        let captured = self.pause().and_then(|()| {
-            let captured = copy.capture().map_err(failed)?;
+        let paused = BriefPause::begin(self)?;
+        let captured = copy.capture().map_err(failed).and_then(|captured| {
             while_paused()?;
             Ok(captured)
         });
-        let resumed = self.resume();
-        let pause = begin.elapsed();
-        let captured = captured?;
-        resumed?;
-        Ok(RunningSaveReport { pause, pages: captured.finish().map_err(failed)? })
+        let pause = paused.end()?;
+        Ok(RunningSaveReport { pause, pages: captured?.finish().map_err(failed)? })
     }
 
     fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "measure the memory of" })?;
         snapshot::record_working_set(&vm, of, when).map_err(|source| EngineError::Snapshot { what: "complete", source })
+    }
+}
+
+/// A pause of a machine that ends with this value.
+struct BriefPause<'a> {
+    machine: &'a KvmMachine,
+    begin: Instant,
+    is_over: bool,
+}
+
+impl<'a> BriefPause<'a> {
+    /// Pauses a machine that runs: one that its user has paused must not be resumed at the end.
+    fn begin(machine: &'a KvmMachine) -> Result<BriefPause<'a>, EngineError> {
+        if machine.status() == MachineStatus::Paused {
+            return Err(EngineError::IsPaused);
+        }
+        let pause = BriefPause { machine, begin: Instant::now(), is_over: false };
+        machine.pause()?;
+        Ok(pause)
+    }
+
+    /// Resumes the machine, and returns how long it was paused.
+    fn end(mut self) -> Result<Duration, EngineError> {
+        self.is_over = true;
+        self.machine.resume()?;
+        Ok(self.begin.elapsed())
+    }
+}
+
+impl Drop for BriefPause<'_> {
+    fn drop(&mut self) {
+        if !self.is_over
+            && let Err(error) = self.machine.resume()
+        {
+            tracing::error!(error = %Chain(&error), "cannot resume the VM after a failure");
+        }
     }
 }
 

@@ -178,7 +178,7 @@ impl VmBuilder {
 
     /// Restores the VM from a saved `state`. It stays paused until [`VmHandle::resume`]. If the saved VM announced all windows, this one
     /// may have further devices behind the saved ones; the guest finds them when it looks at their windows again. It does so once, so
-    /// this VM, if it is saved in turn, is no template.
+    /// a snapshot of this VM is no template.
     pub fn restore(self, state: &MachineState) -> Result<VmHandle, Error> {
         let vcpus = self.create_vcpus()?;
         state::restore(&self.vm, &vcpus, &self.transports, self.serial.as_deref(), state)?;

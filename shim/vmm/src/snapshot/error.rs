@@ -90,9 +90,11 @@ pub enum SnapshotError {
     /// The caller stopped the saving of a running VM.
     #[error("saving the VM was stopped")]
     Stopped,
-    /// Other processes may write to the memory, and no process can note all writes.
-    #[error("a VM whose memory is shared with other processes is saved only while it is paused")]
-    SharedMemory,
+    /// The kernel tracks no writes to memory that other processes share, nor to pages of the hugetlb pool.
+    #[error(
+        "cannot save the running VM: writes to shared memory and to huge pages of the pool are not tracked; pause the VM and save it"
+    )]
+    Untracked,
     /// The VM's state cannot be saved.
     #[error("cannot read the VM's state")]
     Machine {
@@ -110,7 +112,7 @@ impl Classify for SnapshotError {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => FailureKind::Exhausted,
                 _ => FailureKind::Internal,
             },
-            SnapshotError::Version { .. } | SnapshotError::SharedMemory => FailureKind::Unsupported,
+            SnapshotError::Version { .. } | SnapshotError::Untracked => FailureKind::Unsupported,
             SnapshotError::Stopped => FailureKind::Unavailable,
             SnapshotError::TooLarge { .. } => FailureKind::Exhausted,
             SnapshotError::Machine { source } => source.kind(),

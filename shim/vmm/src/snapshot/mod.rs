@@ -22,6 +22,7 @@ mod live;
 mod memory;
 mod page_set;
 mod pagemap;
+mod tracker;
 mod working_set;
 
 #[cfg(test)]
@@ -30,7 +31,8 @@ mod tests;
 pub use directory::SnapshotDirectory;
 pub use envelope::{MAX_STATE_BYTES, VERSION};
 pub use error::SnapshotError;
-pub use live::{PageTracker, SavedPages};
+pub use live::SavedPages;
+pub use tracker::PageTracker;
 pub use working_set::WorkingSet;
 
 use crate::machine::{self, HostPages, MachineState, MemoryBacking, VmBuilder, VmConfig, VmHandle};
@@ -178,16 +180,17 @@ pub struct CapturedVm<'a> {
 }
 
 /// Begins to write the snapshot of a running VM to `files`, as [`save_to_files`] does: copies the memory that it has for itself. If the
-/// kernel notes no writes, this is done when the VM is paused. Every step fails soon after `stop` has become true, with
-/// [`SnapshotError::Stopped`].
+/// kernel tracks no writes, this is done when the VM is paused. Every step but the flush at the end fails soon after `stop` has become
+/// true, with [`SnapshotError::Stopped`].
 pub fn begin_save<'a>(
     machine: &'a VmHandle,
     files: &'a SnapshotFiles,
     tracker: &'a PageTracker,
     stop: &'a AtomicBool,
 ) -> Result<RunningSave<'a>, SnapshotError> {
-    if machine.config().backing == MemoryBacking::Shared {
-        return Err(SnapshotError::SharedMemory);
+    let VmConfig { backing, pages, .. } = *machine.config();
+    if backing == MemoryBacking::Shared || pages == HostPages::Hugetlb {
+        return Err(SnapshotError::Untracked);
     }
     files.state.set_len(0).map_err(files.failed("truncate", STATE_FILE))?;
     Ok(RunningSave { machine, files, copy: LiveCopy::begin(machine.memory(), files, tracker, stop)? })

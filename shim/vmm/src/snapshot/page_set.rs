@@ -3,8 +3,9 @@
 use super::pagemap::PAGE;
 use std::ops::Range;
 
-/// The longest run that is returned, in pages: 1 MiB.
-const MAX_RUN: u64 = 256;
+/// The longest run that is returned, in bytes.
+pub(super) const MAX_RUN_BYTES: usize = 1 << 20;
+const MAX_RUN: u64 = (MAX_RUN_BYTES / PAGE) as u64;
 
 /// A set of pages, by their numbers in the file with the memory. One bit for each page.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +33,7 @@ impl PageSet {
         }
     }
 
-    pub fn has(&self, page: u64) -> bool {
+    pub fn contains(&self, page: u64) -> bool {
         self.words.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
 
@@ -40,15 +41,11 @@ impl PageSet {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    pub fn add_all(&mut self, other: &PageSet) {
-        self.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word |= other);
-    }
-
     pub fn remove_all(&mut self, other: &PageSet) {
         self.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word &= !other);
     }
 
-    /// Returns the runs of pages of the set within a part of the memory, in bytes, each at most 1 MiB long.
+    /// Returns the runs of pages of the set within a part of the memory, in bytes, each at most [`MAX_RUN_BYTES`] long.
     pub fn runs(&self, within: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.runs_of(within, true)
     }
@@ -62,18 +59,18 @@ impl PageSet {
         let bytes = PAGE as u64;
         let (mut page, end) = (within.start / bytes, (within.end / bytes).min(self.pages));
         std::iter::from_fn(move || {
-            page = self.next(page, end, wanted)?;
+            page = self.find_next(page, end, wanted)?;
             let start = page;
-            page = self.next(page, end.min(start + MAX_RUN), !wanted).unwrap_or(end.min(start + MAX_RUN));
+            page = self.find_next(page, end.min(start + MAX_RUN), !wanted).unwrap_or(end.min(start + MAX_RUN));
             Some(start * bytes..page * bytes)
         })
     }
 
     /// Returns the first page from `page` on, before `end`, that is in the set, or that is not.
-    fn next(&self, mut page: u64, end: u64, wanted: bool) -> Option<u64> {
+    fn find_next(&self, mut page: u64, end: u64, wanted: bool) -> Option<u64> {
         while page < end {
             let word = self.words.get((page / 64) as usize).copied()?;
-            let word = if wanted { word } else { !word } >> (page % 64);
+            let word = (if wanted { word } else { !word }) >> (page % 64);
             if word != 0 {
                 return Some(page + u64::from(word.trailing_zeros())).filter(|page| *page < end);
             }

@@ -8,6 +8,8 @@ use std::os::unix::fs::FileExt;
 pub const PAGE: usize = 4096;
 /// The size of an entry in bytes.
 const ENTRY: usize = 8;
+/// How many entries are read at a time: those of 32 MiB. The kernel looks at 2 MiB at a time.
+const MAX_ENTRIES: usize = 16 * 512;
 /// Bits of an entry: the page is in memory or in swap.
 const IS_PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
 /// A bit of an entry: no other process has the page mapped. Not set for the page of zeros, which is there after a read.
@@ -49,7 +51,7 @@ impl PageEntry {
 
 /// Calls `see` with the entry of each of `pages` pages from `address` on, as long as it returns `true`.
 pub fn read(pagemap: &File, address: usize, pages: usize, mut see: impl FnMut(PageEntry) -> bool) -> io::Result<()> {
-    let mut buffer = [0; 256 * ENTRY];
+    let mut buffer = vec![0; pages.min(MAX_ENTRIES).saturating_mul(ENTRY)];
     let mut position = (address / PAGE).saturating_mul(ENTRY) as u64;
     let mut left = pages.saturating_mul(ENTRY);
     while left > 0 {

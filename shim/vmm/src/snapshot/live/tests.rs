@@ -5,6 +5,7 @@
 use super::*;
 use nacelle_base::{Classify, FailureKind};
 use proptest::prelude::*;
+use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use vm_memory::mmap::MmapRegionBuilder;
@@ -14,7 +15,11 @@ const MIB: u64 = 1 << 20;
 /// The regions of the memory: address and size. A file is behind the first two.
 const REGIONS: [(u64, u64); 3] = [(0, 3 * MIB), (1 << 32, MIB), (1 << 33, MIB)];
 const PAGES: u64 = 5 * MIB / PAGE as u64;
-const PRIVATE: u64 = 1 << 63;
+const FIRST_ANONYMOUS: u64 = 4 * MIB / PAGE as u64;
+/// Entries of a page of the process's own, of one that is in swap, and of the page of zeros.
+const OWN: u64 = 1 << 63 | 1 << 56;
+const SWAPPED: u64 = 1 << 62;
+const ZEROS: u64 = 1 << 63;
 const DIRTY: u64 = 1 << 55;
 static NEVER: AtomicBool = AtomicBool::new(false);
 
@@ -22,22 +27,22 @@ static NEVER: AtomicBool = AtomicBool::new(false);
 struct World {
     directory: tempfile::TempDir,
     memory: Memory,
-    shared: Vec<u8>,
+    source: Vec<u8>,
     pagemap: File,
 }
 
 impl World {
     fn new() -> World {
         let directory = tempfile::tempdir().unwrap();
-        let file = File::create_new(directory.path().join("shared")).unwrap();
+        let file = File::create_new(directory.path().join("source")).unwrap();
         file.set_len(4 * MIB).unwrap();
-        let mut shared = vec![0; (PAGES as usize) * PAGE];
+        let mut source = vec![0; (PAGES as usize) * PAGE];
         for page in [0, 1, 255, 256, 700, 768, 1023] {
             let content = vec![page as u8 | 1; PAGE];
             file.write_all_at(&content, page * PAGE as u64).unwrap();
-            shared[page as usize * PAGE..][..PAGE].copy_from_slice(&content);
+            source[page as usize * PAGE..][..PAGE].copy_from_slice(&content);
         }
-        let file = File::open(directory.path().join("shared")).unwrap();
+        let file = File::open(directory.path().join("source")).unwrap();
         let mut at = 0;
         let regions = REGIONS.map(|(start, size)| {
             let (mapped, anonymous) = (at < 4 * MIB, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -54,7 +59,7 @@ impl World {
         let pagemap =
             File::options().read(true).write(true).create_new(true).open(directory.path().join("pagemap")).unwrap();
         pagemap.set_len((1 << 47) / PAGE as u64 * 8).unwrap(); // addresses of processes are below
-        World { memory: Memory::from_regions(regions.into()).unwrap(), directory, shared, pagemap }
+        World { memory: Memory::from_regions(regions.into()).unwrap(), directory, source, pagemap }
     }
 
     /// Returns the guest's address of a page.
@@ -79,11 +84,11 @@ impl World {
         self.set_entry(page, entry);
     }
 
-    /// Gives a page its first content again, as after MADV_DONTNEED.
-    fn release(&self, page: u64) {
-        let content = &self.shared[page as usize * PAGE..][..PAGE];
+    /// Gives a page its first content again, as after MADV_DONTNEED. If it is then read, an anonymous page is that of zeros.
+    fn release(&self, page: u64, then_read: bool) {
+        let content = &self.source[page as usize * PAGE..][..PAGE];
         self.memory.write_slice(content, World::address(page)).unwrap();
-        self.set_entry(page, 0);
+        self.set_entry(page, if then_read && page >= FIRST_ANONYMOUS { ZEROS } else { 0 });
     }
 
     fn content(&self) -> Vec<u8> {
@@ -94,8 +99,8 @@ impl World {
         all
     }
 
-    fn tracker(&self, notes_writes: bool) -> PageTracker {
-        let clear_refs = notes_writes.then(|| tempfile::tempfile().unwrap());
+    fn tracker(&self, tracks_writes: bool) -> PageTracker {
+        let clear_refs = tracks_writes.then(|| tempfile::tempfile().unwrap());
         PageTracker::of_files(self.pagemap.try_clone().unwrap(), clear_refs)
     }
 
@@ -114,15 +119,17 @@ fn saved(files: &SnapshotFiles) -> Vec<u8> {
 
 #[derive(Clone, Copy, Debug)]
 enum Change {
-    Write(u64, u8),
-    Release(u64),
+    Write { page: u64, byte: u8, entry: u64 },
+    Release { page: u64, then_read: bool },
 }
 
+/// Changes of all pages, and often of the same few, at both sides of a border of two copies.
 fn changes() -> impl Strategy<Value = Vec<Change>> {
-    let write = (0..PAGES, 0_u8..3).prop_map(|(page, byte)| Change::Write(page, byte));
-    let near = (250_u64..260, 0_u8..3).prop_map(|(page, byte)| Change::Write(page, byte));
-    let release = prop_oneof![0..PAGES, 250_u64..260].prop_map(Change::Release);
-    proptest::collection::vec(prop_oneof![write, near, release], 0..60)
+    let page = || prop_oneof![0..PAGES, 254_u64..258, FIRST_ANONYMOUS..FIRST_ANONYMOUS + 4];
+    let write = (page(), 0_u8..3, prop_oneof![Just(OWN), Just(SWAPPED)])
+        .prop_map(|(page, byte, entry)| Change::Write { page, byte, entry });
+    let release = (page(), any::<bool>()).prop_map(|(page, then_read)| Change::Release { page, then_read });
+    proptest::collection::vec(prop_oneof![2 => write, 1 => release], 0..60)
 }
 
 proptest! {
@@ -132,29 +139,25 @@ proptest! {
         before in changes(),
         meanwhile in changes(),
         after in changes(),
-        notes_writes: bool,
+        tracks_writes: bool,
     ) {
         let world = World::new();
-        let apply = |changes: &[Change], entry| for change in changes {
+        let apply = |changes: &[Change], dirty| for change in changes {
             match *change {
-                Change::Write(page, byte) => world.write(page, byte, entry),
-                Change::Release(page) => world.release(page),
+                Change::Write { page, byte, entry } => world.write(page, byte, entry | dirty),
+                Change::Release { page, then_read } => world.release(page, then_read),
             }
         };
-        let (tracker, files) = (world.tracker(notes_writes), world.files());
-        apply(&before, PRIVATE);
+        let (tracker, files) = (world.tracker(tracks_writes), world.files());
+        apply(&before, 0);
         let copy = LiveCopy::begin(&world.memory, &files, &tracker, &NEVER).unwrap();
-        apply(&meanwhile, PRIVATE | DIRTY);
+        apply(&meanwhile, DIRTY);
         let content = world.content();
         let captured = copy.capture().unwrap();
-        apply(&after, PRIVATE | DIRTY);
+        apply(&after, DIRTY);
         let pages = captured.finish().unwrap();
         prop_assert!(saved(&files) == content);
-        let written: std::collections::BTreeSet<u64> = meanwhile.iter().filter_map(|change| match change {
-            Change::Write(page, _) => Some(*page),
-            Change::Release(_) => None,
-        }).collect();
-        let most = if notes_writes { written.len() as u64 } else { pages.own };
+        let most = if tracks_writes { (before.len() + meanwhile.len()) as u64 } else { pages.private };
         prop_assert!(pages.paused <= most);
     }
 }
@@ -164,19 +167,20 @@ fn zeros_are_not_written_and_more_than_is_kept_in_memory_is() {
     let world = World::new();
     let (tracker, files) = (world.tracker(false), world.files());
     for page in 0..PAGES {
-        world.write(page, 0, PRIVATE);
+        world.write(page, 0, OWN);
     }
     let copy = LiveCopy::begin(&world.memory, &files, &tracker, &NEVER).unwrap();
     let pages = copy.capture().unwrap().finish().unwrap();
-    assert_eq!(pages, SavedPages { own: PAGES, paused: PAGES });
+    assert_eq!(pages, SavedPages { private: PAGES, paused: PAGES });
     assert_eq!(files.memory.metadata().unwrap().blocks(), 0, "all of it is a hole");
     assert!(saved(&files).iter().all(|byte| *byte == 0));
 
-    let memory = Memory::from_ranges(&[(GuestAddress(0), MAX_KEPT + 2 * CHUNK)]).unwrap();
-    let content = vec![7; MAX_KEPT + 2 * CHUNK];
+    let memory = Memory::from_ranges(&[(GuestAddress(0), MAX_KEPT + 2 * MAX_RUN_BYTES)]).unwrap();
+    let content = vec![7; MAX_KEPT + 2 * MAX_RUN_BYTES];
     memory.write_slice(&content, GuestAddress(0)).unwrap();
-    let tracker = PageTracker { clear_refs: None, ..PageTracker::open().unwrap() };
+    let tracker = PageTracker::of_files(File::open("/proc/self/pagemap").unwrap(), None);
     let captured = LiveCopy::begin(&memory, &files, &tracker, &NEVER).unwrap().capture().unwrap();
+    assert_eq!(captured.kept.iter().map(|(_, bytes)| bytes.len()).sum::<usize>(), MAX_KEPT);
     memory.write_slice(&[8; PAGE], GuestAddress(0)).unwrap();
     captured.finish().unwrap();
     assert!(saved(&files) == content);
@@ -195,22 +199,22 @@ fn the_kernels_entries_lead_to_what_was_written() {
     [(1, 7), (2, 7), (3, 7), (1201, 7)].into_iter().for_each(|(page, byte)| write(page, byte));
     let pages = captured.finish().unwrap();
     assert!(saved(&files) == content);
-    if tracker.notes_writes() {
-        assert!(pages.paused < pages.own, "{pages:?}");
+    if tracker.tracks_writes() {
+        assert!(pages.paused < pages.private, "{pages:?}");
     }
 }
 
 #[test]
 fn a_stop_ends_each_step_and_a_file_that_fails_is_an_error() {
     let world = World::new();
-    world.write(3, 9, PRIVATE);
+    world.write(3, 9, OWN);
     let (tracker, files, stop) = (world.tracker(true), world.files(), AtomicBool::new(true));
     let stopped = |result: Result<(), SnapshotError>| assert!(matches!(result, Err(SnapshotError::Stopped)));
     let begin = || LiveCopy::begin(&world.memory, &files, &tracker, &stop);
     stopped(begin().map(drop));
     stop.store(false, Ordering::Relaxed);
     let copy = begin().unwrap();
-    world.write(4, 9, PRIVATE | DIRTY);
+    world.write(4, 9, OWN | DIRTY);
     stop.store(true, Ordering::Relaxed);
     stopped(copy.capture().map(drop));
     stop.store(false, Ordering::Relaxed);
