@@ -5,7 +5,7 @@
 use crate::guests::{GuestFiles, parse_number};
 use crate::machines::{BenchVm, CUT_COMMAND, CUT_END_COMMAND, SAVE_COMMAND, VmDescription, Vmm, monotonic_nanos};
 use crate::median;
-use nacelle_engine::Machine;
+use nacelle_engine::{Machine, PageTracker, SnapshotDirectory};
 use serde_json::{Value, json};
 use std::ffi::c_void;
 use std::fs::{self, File, OpenOptions};
@@ -27,13 +27,12 @@ const CHUNK_PAGES: usize = 256;
 const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
 const OF_FILE: u64 = 1 << 61;
 const PRESENT: u64 = 1 << 63;
-const SOFT_DIRTY: u64 = 1 << 55;
 const WRITE_PROTECTED: u64 = 1 << 57;
 
 /// The methods: copy all in the pause; fork in the pause, and copy in the child; write-protect in the pause (userfaultfd), and copy in threads;
-/// copy before the pause, and in it what was written since (soft-dirty). `+busy`: while the guest writes to new memory.
+/// copy before the pause, and in it what was written since (`Snapshottable::save_running`). `+busy`: while the guest writes to new memory.
 pub const METHODS: [&str; 8] =
-    ["copy", "fork", "protect", "precopy", "copy+busy", "fork+busy", "protect+busy", "precopy+busy"];
+    ["copy", "fork", "protect", "ahead", "copy+busy", "fork+busy", "protect+busy", "ahead+busy"];
 
 /// Returns rows `{"method", "touched" (MiB), "pause", "total" (ms), "saved" (MiB), "loop" (nanoseconds for each page that the guest writes
 /// meanwhile)}` with medians of `runs` alternating runs, and one without any method.
@@ -147,41 +146,12 @@ impl Source {
         saved
     }
 
-    fn dirty(&self, pagemap: &File) -> Vec<usize> {
-        let mut found = Vec::new();
-        let mut buffer = [0_u8; CHUNK_PAGES * 8];
-        for range in &self.ranges {
-            let mut at = range.start;
-            while at < range.end {
-                let pages = CHUNK_PAGES.min((range.end - at) / PAGE);
-                let entries = &mut buffer[..pages * 8];
-                pagemap.read_exact_at(entries, (at / PAGE * 8) as u64).expect("a pagemap");
-                for (n, entry) in entries.chunks_exact(8).enumerate() {
-                    let entry = u64::from_le_bytes(entry.try_into().expect("eight bytes"));
-                    if entry & PRESENT_OR_SWAPPED != 0 && entry & OF_FILE == 0 && entry & SOFT_DIRTY != 0 {
-                        found.push(at + n * PAGE);
-                    }
-                }
-                at += pages * PAGE;
-            }
-        }
-        found
-    }
-
-    fn count_dirty(&self, pagemap: &File) -> usize {
-        self.dirty(pagemap).len()
-    }
-
     fn write(&self, range: Range<usize>) {
         let offset = (range.start - self.first) as libc::off_t;
         // SAFETY: the range is guest memory of this process, which stays mapped; the kernel reads it.
         let written = unsafe { libc::pwrite(self.file.as_raw_fd(), range.start as *const c_void, range.len(), offset) };
         assert_eq!(written, range.len().cast_signed(), "{}", io::Error::last_os_error());
     }
-}
-
-fn clear_dirty() {
-    fs::write("/proc/self/clear_refs", "4").expect("soft-dirty bits");
 }
 
 fn guest_memory() -> Vec<Range<usize>> {
@@ -213,35 +183,25 @@ pub fn cut(machine: &dyn Machine, method: &str, path: &Path) -> (f64, OpenCut) {
             unsafe { libc::madvise(range.start as *mut c_void, range.len(), libc::MADV_DOFORK) };
         }
     }
-    if method == "precopy" {
-        let marker = monotonic_nanos();
-        clear_dirty();
-        source.write_own(&pagemap, false, |_| ());
-        let mut rounds = 1;
-        while rounds < 5 {
-            let dirty = source.count_dirty(&pagemap);
-            eprintln!("round {rounds}: {dirty} dirty, {} ms", (monotonic_nanos() - marker) as f64 / 1e6);
-            if dirty < 256 {
-                break;
-            }
-            // What was dirty until now is copied; what is written from now on is dirty again.
-            let pages = source.dirty(&pagemap);
-            clear_dirty();
-            for page in pages {
-                source.write(page..page + PAGE);
-            }
-            rounds += 1;
-        }
+    if method == "ahead" {
+        // Complete when it returns: the template's pages are in it, too.
+        let directory = path.with_extension("snapshot");
+        drop(fs::remove_dir_all(&directory));
+        let snapshot = SnapshotDirectory::create(&directory).expect("a directory");
+        let tracker = PageTracker::open().expect("/proc is mounted");
+        assert!(tracker.tracks_writes(), "the kernel can");
+        let snapshottable = machine.as_snapshottable().expect("a VM that can be saved");
+        let began = monotonic_nanos();
+        let report = snapshottable
+            .save_running(snapshot.files(), &tracker, &AtomicBool::new(false), &mut || Ok(()))
+            .expect("to save");
+        snapshot.commit().expect("to save");
+        fs::rename(directory.join("memory"), path).expect("its memory");
+        return (report.pause.as_secs_f64() * 1e3, OpenCut { began, rest: Rest::Done });
     }
     let began = monotonic_nanos();
     pausable.pause().expect("to pause");
     let rest = match method {
-        "precopy" => {
-            for page in source.dirty(&pagemap) {
-                source.write(page..page + PAGE);
-            }
-            Rest::Done
-        }
         "copy" => {
             source.write_own(&pagemap, false, |_| ());
             Rest::Done

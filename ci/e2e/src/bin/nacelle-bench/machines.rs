@@ -287,8 +287,7 @@ fn serve_commands(machine: &dyn Machine) -> ExitCode {
             let (pause, cut) = cuts::cut(machine, method, path.as_ref());
             open_cut = Some((cut, PathBuf::from(path)));
             if let Some(looped) = loop_of_guest {
-                let ended = looped.is_finished();
-                eprintln!("{method} busy: the guest had ended: {ended}; {}", looped.join().expect("the loop"));
+                looped.join().expect("the guest's loop ends");
             }
             println!("{}", serde_json::json!({"pause": pause}));
             continue;
