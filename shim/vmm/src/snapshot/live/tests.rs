@@ -1,6 +1,6 @@
 //! Tests the copies of memory that changes meanwhile: with entries of a pagemap that the test writes, because not every kernel notes writes,
 //! and with those of this process.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
 use super::*;
 use nacelle_base::{Classify, FailureKind};
