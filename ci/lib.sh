@@ -113,7 +113,7 @@ need_runtime() {
 # NACELLE_KERNEL, NACELLE_INITRD, the suites of file systems, and NACELLE_DISK_IMAGE, the directory of a disk with an operating system.
 need_test_packages() {
     need git jq iputils-ping busybox-static erofs-utils e2fsprogs iproute2 iptables nftables procps containernetworking-plugins \
-        skopeo umoci docker-registry openssl curl apache2-utils zstd xz-utils
+        skopeo umoci docker-registry openssl curl apache2-utils zstd xz-utils xfsprogs
     if ! installed prometheus; then
         need prometheus
         # Only its programs are needed.

@@ -284,13 +284,14 @@ const FILES: &[SyscallRule] = &[
     any_arguments(c::SYS_ftruncate, "a disk gets its size"),
     any_arguments(c::SYS_flock, "lock a file"),
     any_arguments(c::SYS_copy_file_range, "a copy of a file"),
+    ioctl_number(0x9409, "FICLONE: the copy of a file shares its blocks"),
     any_arguments(c::SYS_umask, "modes of new files"),
     any_arguments(c::SYS_getcwd, "resolve relative paths"),
 ];
 
 /// Writing the guest's console to a file of bounded size.
 const CONSOLE: &[SyscallRule] = &[
-    any_arguments(c::SYS_lseek, "the console's log keeps its newest half"),
+    any_arguments(c::SYS_lseek, "the console's log keeps its newest half; holes of a disk that is copied"),
     any_arguments(c::SYS_ftruncate, "the console's log keeps its newest half"),
     any_arguments(c::SYS_statx, "the length of that half"),
 ];

@@ -6,7 +6,9 @@
 
 use nacelle_base::draft::Draft;
 use nacelle_base::files::{FileError, at, remove_if_there, remove_tree_if_there};
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, FailureKind, PodId};
+use rustix::fs::ioctl_ficlone;
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -167,7 +169,8 @@ pub fn remove_disks(directory: &Path, keep: &BTreeSet<PodId>) -> Result<(), File
 pub fn copy_template(template: &Path, to: &Path) -> Result<(), ScratchError> {
     let source = File::open(template).map_err(at("open", template))?;
     let target = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(at("create", to))?;
-    let copied = crate::sys::clone_file(&source, &target).or_else(|_unsupported| copy_data(&source, &target));
+    let copied =
+        retry_interrupted(|| ioctl_ficlone(&target, &source)).or_else(|_unsupported| copy_data(&source, &target));
     if copied.is_err() {
         // The caller needs the first error.
         let _ = remove_if_there(to);

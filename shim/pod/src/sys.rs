@@ -1,12 +1,10 @@
-//! Wraps the system calls that have no safe wrapper: starting a child in its own session, and copying files with shared
-//! blocks. `detach` runs its closure between fork and exec, where only async-signal-safe calls are allowed.
+//! Wraps the system calls that have no safe wrapper: starting a child in its own session. `detach` runs its closure
+//! between fork and exec, where only async-signal-safe calls are allowed.
 
-#![allow(unsafe_code, reason = "pre_exec, close_range and FICLONE have no safe wrapper in nix or std")]
+#![allow(unsafe_code, reason = "pre_exec and close_range have no safe wrapper in nix or std")]
 
-use nacelle_base::retry::retry_interrupted;
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::{Child, Command};
@@ -45,13 +43,4 @@ pub(crate) fn spawn_in_pid_namespace(command: &mut Command) -> io::Result<Child>
 pub(crate) fn readable(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open and returns the same descriptor for as long as it lives.
     unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }.map_err(Into::into)
-}
-
-/// Makes `target` share all blocks of `source`, if the file system supports that.
-pub(crate) fn clone_file(source: &File, target: &File) -> io::Result<()> {
-    // SAFETY: both descriptors are open; FICLONE takes a descriptor as its argument and touches no memory.
-    retry_interrupted(|| match unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    })
 }

@@ -27,6 +27,7 @@ pub mod snapshot;
 pub mod transport;
 pub mod virtio;
 
+mod pages;
 mod sys;
 #[cfg(any(test, feature = "fuzz"))]
 #[allow(dead_code, reason = "the tests in tests/ use the rest")]

@@ -7,13 +7,12 @@
 //! Easy to get wrong: a page that was copied may be released later, and is then zero or that of the source file again. And no thread may have
 //! pages of guest memory pinned to write to them (O_DIRECT, io_uring): the kernel does not track such writes.
 
-use super::memory::{is_zero, runs_of_pages};
-use super::page_set::{MAX_RUN_BYTES, PageSet};
-use super::pagemap::{self, PAGE, PageEntry};
+use super::pagemap::{self, PageEntry};
 use super::tracker::{PageTracker, Tracking};
 use super::working_set::with_positions;
 use super::{MEMORY_FILE, SnapshotError, SnapshotFiles};
 use crate::machine::find_data;
+use crate::pages::{MAX_RUN_BYTES, PAGE, PageSet, is_zero, runs_of_pages};
 use crate::virtio::Memory;
 use nacelle_base::retry::retry_interrupted;
 use nix::fcntl::{FallocateFlags, fallocate};

@@ -1,13 +1,12 @@
 //! Writes the file `memory`: the guest's memory, region after region, with holes in place of zero pages. Writing uses up to
 //! four threads for the duration of the call.
 
-use super::pagemap::{self, PAGE};
+use super::pagemap;
 use crate::machine::find_data;
+use crate::pages::{PAGE, has_data, is_zero, runs_of_pages};
 use crate::virtio::Memory;
 use nacelle_base::retry::retry_interrupted;
-use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use nix::unistd::{Whence, lseek};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -90,12 +89,7 @@ impl MemoryChunk<'_> {
     fn file_has_data(&self) -> bool {
         let Some(backing) = self.region.file_offset() else { return false };
         let start = backing.start().saturating_add(self.start as u64);
-        let Ok(offset) = i64::try_from(start) else { return true };
-        match lseek(backing.file(), offset, Whence::SeekData) {
-            Ok(data) => u64::try_from(data).is_ok_and(|data| data < start.saturating_add(self.length as u64)),
-            Err(Errno::ENXIO) => false,
-            Err(_) => true,
-        }
+        has_data(backing.file(), start..start.saturating_add(self.length as u64))
     }
 
     /// Writes the runs of non-zero pages.
@@ -106,28 +100,4 @@ impl MemoryChunk<'_> {
         runs_of_pages(pages, |_, page| !is_zero(page))
             .try_for_each(|(start, run)| file.write_all_at(run, self.at + start as u64))
     }
-}
-
-/// Returns the runs of pages that are wanted, each with its position in `bytes`. The closure gets the position of a page and its content.
-pub(super) fn runs_of_pages(
-    bytes: &[u8],
-    mut is_wanted: impl FnMut(usize, &[u8]) -> bool,
-) -> impl Iterator<Item = (usize, &[u8])> {
-    let mut pages = bytes.chunks(PAGE).enumerate().map(|(number, page)| (number * PAGE, page));
-    std::iter::from_fn(move || {
-        let (start, first) = pages.find(|(at, page)| is_wanted(*at, page))?;
-        let mut end = start + first.len();
-        for (at, page) in pages.by_ref() {
-            if !is_wanted(at, page) {
-                break;
-            }
-            end = at + page.len();
-        }
-        Some((start, bytes.get(start..end)?))
-    })
-}
-
-pub(super) fn is_zero(page: &[u8]) -> bool {
-    static ZEROS: [u8; PAGE] = [0; PAGE];
-    ZEROS.get(..page.len()) == Some(page)
 }

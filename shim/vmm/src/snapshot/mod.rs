@@ -20,7 +20,6 @@ mod envelope;
 mod error;
 mod live;
 mod memory;
-mod page_set;
 mod pagemap;
 mod tracker;
 mod working_set;

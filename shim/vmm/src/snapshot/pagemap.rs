@@ -1,11 +1,10 @@
 //! Reads /proc/PID/pagemap, which says what is behind each page of a process (kernel's admin-guide/mm/pagemap).
 
+use crate::pages::PAGE;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// The size of a page in bytes.
-pub const PAGE: usize = 4096;
 /// The size of an entry in bytes.
 const ENTRY: usize = 8;
 /// How many entries are read at a time: those of 32 MiB. The kernel looks at 2 MiB at a time.
@@ -18,7 +17,6 @@ const IS_EXCLUSIVE: u64 = 1 << 56;
 const IS_OF_FILE: u64 = 1 << 61;
 /// A bit of an entry: the page is in swap.
 const IS_SWAPPED: u64 = 1 << 62;
-
 /// A bit of an entry: the page was written since the soft-dirty bits were cleared (kernel's admin-guide/mm/soft-dirty).
 const IS_SOFT_DIRTY: u64 = 1 << 55;
 

@@ -1,14 +1,14 @@
 //! Tracks which pages of this process are written (kernel's admin-guide/mm/soft-dirty). The marks belong to the process: only one copy of
 //! memory at a time uses them.
 
-use super::pagemap::{self, PAGE};
+use super::pagemap;
+use crate::pages::PAGE;
+use crate::virtio::Memory;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
-
-use crate::virtio::Memory;
 
 const CLEAR_REFS: &str = "/proc/self/clear_refs";
 /// Clears the soft-dirty bits of all pages of a process when it is written to `clear_refs`.

@@ -4,8 +4,9 @@
 //! The first write to a page of the file that was read before costs three faults: one that maps it to be read, one that copies it, and
 //! one that maps the copy. The first access to memory that had no data costs 2 MiB.
 
-use super::pagemap::{self, PAGE};
+use super::pagemap;
 use crate::machine::{HUGE_PAGE, find_data};
+use crate::pages::PAGE;
 use crate::sys;
 use crate::virtio::Memory;
 use serde::{Deserialize, Serialize};

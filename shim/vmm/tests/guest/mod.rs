@@ -22,6 +22,8 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
+pub mod disk;
+
 pub use testing::{Driver, QUEUE_BYTES};
 
 /// The timeout of every wait in a test.

@@ -56,7 +56,27 @@ pub enum BlockError {
         /// The end of the extent in bytes.
         needed: u64,
     },
-    /// The slot is of the wrong kind for the operation (place: read-only; place_volume: for volumes; resize: read-write).
+    /// The disk cannot be copied.
+    #[error("cannot copy disk {serial}")]
+    Copy {
+        /// The serial number of the slot.
+        serial: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// The disk is being copied already.
+    #[error("cannot copy disk {serial}: another copy of it has not ended")]
+    Copying {
+        /// The serial number of the slot.
+        serial: String,
+    },
+    /// The caller has stopped the copy.
+    #[error("the copy of disk {serial} was stopped")]
+    CopyStopped {
+        /// The serial number of the slot.
+        serial: String,
+    },
+    /// The slot is of the wrong kind for the operation (place: read-only; place_volume: for volumes; resize, copy: read-write).
     #[error("cannot {operation} disk slot {serial}: it is {slot_kind}")]
     WrongKind {
         /// The serial number of the slot.
@@ -73,8 +93,11 @@ impl Classify for BlockError {
         match self {
             BlockError::Serial { .. } | BlockError::Unaligned { .. } | BlockError::Empty { .. } => FailureKind::Invalid,
             BlockError::Overlap { .. } => FailureKind::AlreadyExists,
-            BlockError::Open { source, .. } => source.kind().into(),
-            BlockError::TooShort { .. } | BlockError::WrongKind { .. } => FailureKind::Conflict,
+            BlockError::Open { source, .. } | BlockError::Copy { source, .. } => source.kind().into(),
+            BlockError::TooShort { .. } | BlockError::WrongKind { .. } | BlockError::Copying { .. } => {
+                FailureKind::Conflict
+            }
+            BlockError::CopyStopped { .. } => FailureKind::Unavailable,
         }
     }
 }

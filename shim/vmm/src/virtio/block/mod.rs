@@ -1,6 +1,7 @@
 //! Implements the virtio block device: a slot whose backing and size can change while the guest runs. One thread serves it
 //! while its queue runs; a [`Slot`] may be used from any thread.
 
+mod copy;
 mod device;
 mod error;
 mod extent_map;
@@ -9,6 +10,7 @@ mod slot;
 mod state;
 mod worker;
 
+pub use copy::{CopiedDisk, DiskCopy, PreparedCopy};
 pub use error::BlockError;
 pub use metrics::BlockMetrics;
 pub use slot::{OpenExtent, Slot};

@@ -1,6 +1,7 @@
 //! Defines the host's handle to a block device, which changes its content and size. One change at a time holds the lock
 //! `changing`, during its file operations; `state` is held only briefly and never during I/O. Lock order: `changing`, then `state`.
 
+use super::copy::PendingCopy;
 use super::device::SlotDevice;
 use super::extent_map::{ExtentMap, FileRange, MAX_CAPACITY, WriteState};
 use super::{BlockError, BlockMetrics, SECTOR};
@@ -45,6 +46,8 @@ pub(super) enum SlotView {
         file: Arc<File>,
         path: Arc<PathBuf>,
         size: u64,
+        /// What must be copied before it is changed.
+        copy: Option<Arc<PendingCopy>>,
     },
 }
 
@@ -136,7 +139,8 @@ impl Slot {
         let open = |source| BlockError::Open { path: path.to_owned(), source };
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(open)?;
         extend_file(&file, path, size)?;
-        Slot::new(serial, SlotView::ReadWrite { file: Arc::new(file), path: Arc::new(path.to_owned()), size })
+        let (file, path) = (Arc::new(file), Arc::new(path.to_owned()));
+        Slot::new(serial, SlotView::ReadWrite { file, path, size, copy: None })
     }
 
     /// Creates a slot without content like [`read_only`](Slot::read_only), on which [`place_volume`](Slot::place_volume) places
@@ -239,10 +243,39 @@ impl Slot {
     pub fn resize(&self, size: u64) -> Result<(), BlockError> {
         check_aligned("size", size)?;
         let _changes = self.lock_changes();
-        let SlotView::ReadWrite { file, path, .. } = self.0.view() else { return Err(self.wrong_kind("resize")) };
+        let SlotView::ReadWrite { file, path, copy, .. } = self.0.view() else { return Err(self.wrong_kind("resize")) };
         extend_file(&file, &path, size)?;
-        self.0.replace_view(SlotView::ReadWrite { file, path, size });
+        self.0.replace_view(SlotView::ReadWrite { file, path, size, copy });
         Ok(())
+    }
+
+    /// Returns the file of a read-write slot.
+    pub(super) fn writable_file(&self, operation: &'static str) -> Result<Arc<File>, BlockError> {
+        match self.0.view() {
+            SlotView::ReadWrite { file, .. } => Ok(file),
+            _ => Err(self.wrong_kind(operation)),
+        }
+    }
+
+    /// Makes every request that begins from now on preserve for this copy what it changes.
+    pub(super) fn begin_copy(&self, pending: Arc<PendingCopy>) -> Result<(), BlockError> {
+        let _changes = self.lock_changes();
+        match self.0.view() {
+            SlotView::ReadWrite { file, path, size, copy: None } => {
+                self.0.replace_view(SlotView::ReadWrite { file, path, size, copy: Some(pending) });
+                Ok(())
+            }
+            SlotView::ReadWrite { .. } => Err(BlockError::Copying { serial: self.0.serial.clone() }),
+            _ => Err(self.wrong_kind("copy")),
+        }
+    }
+
+    /// Reverts [`begin_copy`](Slot::begin_copy).
+    pub(super) fn end_copy(&self) {
+        let _changes = self.lock_changes();
+        if let SlotView::ReadWrite { file, path, size, .. } = self.0.view() {
+            self.0.replace_view(SlotView::ReadWrite { file, path, size, copy: None });
+        }
     }
 
     /// Returns the size that the guest sees, in bytes.

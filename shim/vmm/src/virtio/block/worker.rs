@@ -258,11 +258,17 @@ struct WriteTarget<'v> {
     volume: bool,
 }
 
-/// Returns the file ranges behind a range of the disk and marks them as written. Fails if any of them is read-only.
+/// Returns the file ranges behind a range of the disk, which the caller may change then: marks them as written, and lets a copy of the disk
+/// have what they hold. Fails if any of them is read-only.
 fn write_targets(view: &SlotView, mut at: u64, length: u64) -> Result<Vec<WriteTarget<'_>>, RequestFailure> {
     let extents = match view {
         SlotView::ReadOnly(_) => return Err(RequestFailure::ReadOnly),
-        SlotView::ReadWrite { file, .. } => return Ok(vec![WriteTarget { file, at, length, volume: false }]),
+        SlotView::ReadWrite { file, copy, .. } => {
+            if let Some(copy) = copy {
+                copy.preserve(at, length);
+            }
+            return Ok(vec![WriteTarget { file, at, length, volume: false }]);
+        }
         SlotView::Volumes(extents) => extents,
     };
     let (mut found, mut left) = (Vec::with_capacity(1), length);

@@ -1,27 +1,27 @@
-//! A set of pages of a VM's memory.
+//! A set of pages of a VM's memory or of a disk.
 
-use super::pagemap::PAGE;
+use super::PAGE;
 use std::ops::Range;
 
 /// The longest run that is returned, in bytes.
-pub(super) const MAX_RUN_BYTES: usize = 1 << 20;
+pub const MAX_RUN_BYTES: usize = 1 << 20;
 const MAX_RUN: u64 = (MAX_RUN_BYTES / PAGE) as u64;
 
-/// A set of pages, by their numbers in the file with the memory. One bit for each page.
+/// A set of pages, by their numbers in a file. One bit for each page.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PageSet {
+pub struct PageSet {
     words: Vec<u64>,
     pages: u64,
 }
 
 impl PageSet {
-    /// Returns an empty set of pages of a memory with so many bytes.
+    /// Returns an empty set of pages of a file with so many bytes, the last of which may be shorter.
     pub fn new(bytes: u64) -> PageSet {
-        let pages = bytes / PAGE as u64;
+        let pages = bytes.div_ceil(PAGE as u64);
         PageSet { words: vec![0; pages.div_ceil(64) as usize], pages }
     }
 
-    /// Returns the size of the memory in bytes.
+    /// Returns the size of all pages in bytes.
     pub fn bytes(&self) -> u64 {
         self.pages * PAGE as u64
     }
@@ -31,6 +31,11 @@ impl PageSet {
         if let Some(word) = word {
             *word |= 1 << (page % 64);
         }
+    }
+
+    /// Adds the pages of a range of bytes.
+    pub fn insert_all(&mut self, range: Range<u64>) {
+        (range.start / PAGE as u64..range.end.div_ceil(PAGE as u64)).for_each(|page| self.insert(page));
     }
 
     pub fn contains(&self, page: u64) -> bool {
@@ -45,7 +50,7 @@ impl PageSet {
         self.words.iter_mut().zip(&other.words).for_each(|(word, other)| *word &= !other);
     }
 
-    /// Returns the runs of pages of the set within a part of the memory, in bytes, each at most [`MAX_RUN_BYTES`] long.
+    /// Returns the runs of pages of the set within a part of the file, in bytes, each at most [`MAX_RUN_BYTES`] long.
     pub fn runs(&self, within: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.runs_of(within, true)
     }
@@ -53,6 +58,11 @@ impl PageSet {
     /// Returns the runs of pages that the set does not have, as [`runs`](PageSet::runs) does.
     pub fn gaps(&self, within: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.runs_of(within, false)
+    }
+
+    /// Returns the first of the [`gaps`](PageSet::gaps).
+    pub fn first_gap(&self, within: Range<u64>) -> Option<Range<u64>> {
+        self.gaps(within).next()
     }
 
     fn runs_of(&self, within: Range<u64>, wanted: bool) -> impl Iterator<Item = Range<u64>> {
