@@ -430,6 +430,24 @@ fn acls_of_volumes_are_enforced_kept_and_inherited() {
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
 
+/// The node's sysfs has no ACLs: getxattr(2) of one fails with EOPNOTSUPP there.
+#[test]
+fn file_systems_without_acls_are_readable_by_users_that_do_not_own_them() {
+    let node = TestNode::with_options(options_without_cache());
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let pod = node.crictl.run_pod(PodRequest::new("sysfs", node.directory()));
+    let user = json!({"security_context": {"run_as_user": {"value": 1000}, "run_as_group": {"value": 1000}}});
+    let mounts = json!([{"host_path": "/sys/kernel", "container_path": "/node", "readonly": true}]);
+    let sleeps = ContainerRequest::sh("reads", &image, "sleep 600");
+    let container = pod.start(sleeps.set("mounts", mounts).set("linux", user));
+    assert!(!container.exec("ls /node/mm").ok().is_empty());
+    assert!(!container.exec("cat /node/mm/transparent_hugepage/enabled").ok().is_empty());
+    // Whoever asks for the ACL itself learns that there is none.
+    container.exec("cp -p /node/mm/transparent_hugepage/enabled /tmp/copy").ok();
+    pod.remove();
+    assert_eq!(node.leaked(), Vec::<String>::new());
+}
+
 #[test]
 fn existing_volume_paths_are_opened_and_not_created() {
     let node = TestNode::with_options(options_without_cache());

@@ -255,7 +255,12 @@ impl Views {
 
     /// Returns whether an extended attribute of the node is none for the guest, as for virtiofsd.
     pub(super) fn hides_xattr(&self, name: &CStr) -> bool {
-        name.to_bytes().starts_with(b"system.posix_acl_") && !self.state().has_acls
+        is_acl(name) && !self.state().has_acls
+    }
+
+    /// Returns whether an extended attribute is an ACL that the guest's kernel enforces.
+    pub(super) fn is_known_acl(&self, name: &CStr) -> bool {
+        is_acl(name) && self.state().has_acls
     }
 
     /// Creates a file without a name, which the guest has open, in a directory.
@@ -371,6 +376,10 @@ pub(super) fn impersonate_caller(ctx: Context, view: View) -> io::Result<Option<
         virtiofsd::util::add_cap_to_eff("FOWNER").map_err(|error| io::Error::other(error.to_string()))?;
     }
     Ok(guard)
+}
+
+fn is_acl(xattr: &CStr) -> bool {
+    xattr.to_bytes().starts_with(b"system.posix_acl_")
 }
 
 /// Returns the device, the inode number and the mount of an open file.
