@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// The file systems of Linux 6.12 that do nothing when a file is closed.
@@ -96,6 +96,8 @@ struct CachedTable {
     table: Option<Arc<MountTable>>,
     /// A change was signalled and could not be read; the kernel does not signal it again.
     change_missed: bool,
+    /// The table was compared with the node's for the present request.
+    is_current: bool,
 }
 
 impl Mounts {
@@ -106,9 +108,20 @@ impl Mounts {
         Ok(Mounts { file, table: Mutex::default() })
     }
 
-    /// Returns the present table. If it cannot be read, returns the last one, or an empty one, and reads it again at the next call.
+    /// Makes the next [`table`](Mounts::table) look for changes. Must be called before each request of the guest, and when a request has
+    /// found a mount that is not in the table.
+    pub fn expire(&self) {
+        self.lock().is_current = false;
+    }
+
+    /// Returns the table as it was when it was first needed after [`expire`](Mounts::expire). If it cannot be read, returns the last one,
+    /// or an empty one.
     pub fn table(&self) -> Arc<MountTable> {
-        let mut cached = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cached = self.lock();
+        if let Some(table) = cached.table.as_ref().filter(|_| cached.is_current) {
+            return table.clone();
+        }
+        cached.is_current = true;
         let mut changed = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
         let unchanged = matches!(retry::poll(&mut changed, Some(Instant::now())), Ok(0));
         if let Some(table) = cached.table.as_ref().filter(|_| unchanged && !cached.change_missed) {
@@ -131,6 +144,10 @@ impl Mounts {
     /// Returns whether closing a file does nothing on any mount.
     pub fn is_flush_needless(&self) -> bool {
         self.table().flush_needless
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CachedTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn read(&self) -> io::Result<Vec<u8>> {

@@ -235,6 +235,7 @@ impl Server {
 
     /// Passes a request to virtiofsd whose beginning, `head`, was checked and copied, so that the guest cannot change it.
     fn handle_request(&mut self, memory: &Memory, head: &[u8], readable: &[Buffer], writable: &[Buffer]) -> u32 {
+        self.mounts.expire();
         let error = if !has_possible_position(head) {
             tracing::debug!("the guest sent an invalid file request: no file has this position");
             libc::EINVAL

@@ -6,9 +6,9 @@ use super::nameless::{Creation, directory_fd};
 use super::nodes::{
     Boundary, LookupResult, Nameless, NodeId, Opened, ROOT_DEVICE, ROOT_INODE, View, ViewState, VirtiofsdInode, ebadf,
 };
-use crate::mounts::{MountId, MountTable};
+use crate::mounts::{MountFlags, MountId, MountTable};
 use nacelle_base::guest_error;
-use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
+use rustix::fs::{AtFlags, Statx, StatxFlags, statx};
 use std::cmp::Reverse;
 use std::ffi::CStr;
 use std::fs::File;
@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering;
 use virtiofsd::filesystem::{Context, Entry, Extensions, FileSystem, OpenOptions};
 use virtiofsd::fuse::ATTR_SUBMOUNT;
 use virtiofsd::passthrough::credentials::{UnixCredentials, UnixCredentialsGuard};
+use virtiofsd::passthrough::stat::{self, StatExt};
 use virtiofsd::soft_idmap::{HostGid, HostUid, Id};
 
 impl Views {
@@ -51,12 +52,11 @@ impl Views {
                 boundary: Boundary::between(parent, mount, device),
             });
         }
-        let known = stat_fd(&self.own_fds, &fd.to_string()).filter(|status| status.stx_ino == entry.attr.ino);
-        let found = known.and_then(|status| {
-            let mount = status.stx_mnt_id;
-            let flags = if mount == from.mount { Some(from.flags) } else { self.mounts.table().flags(mount) }?;
-            let device = (makedev(status.stx_dev_major, status.stx_dev_minor), flags.mapped);
-            Some((device, mount, flags))
+        // Without the way through /proc, for which the kernel would keep an entry of each file.
+        let known = stat::statx(&fd, None).ok().filter(|status| status.st.st_ino == entry.attr.ino);
+        let found = known.and_then(|StatExt { st, mnt_id: mount }| {
+            let flags = if mount == from.mount { Some(from.flags) } else { self.flags_of_mount(mount) }?;
+            Some(((st.st_dev, flags.mapped), mount, flags))
         });
         let Some((device, mount, flags)) = found else {
             self.inner.forget(ctx, entry.inode, 1);
@@ -64,6 +64,14 @@ impl Views {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         };
         Ok(LookupResult { entry, fd, device, mount, flags, boundary: Boundary::between(parent, mount, device) })
+    }
+
+    /// Returns the flags of a mount, which may be newer than the table of the request.
+    fn flags_of_mount(&self, mount: MountId) -> Option<MountFlags> {
+        self.mounts.table().flags(mount).or_else(|| {
+            self.mounts.expire();
+            self.mounts.table().flags(mount)
+        })
     }
 
     /// Looks a name up through one view of a directory.
