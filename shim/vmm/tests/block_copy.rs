@@ -82,6 +82,8 @@ fn a_copy_holds_what_the_disk_held_when_it_began() {
     world.write(254, &[0xad; 4 * PAGE as usize]); // in two units of copying
     world.clear(DISCARD, 20, 5);
     world.clear(ZEROES, 30, 5);
+    assert!(world.content()[20 * PAGE as usize..25 * PAGE as usize] == before[20 * PAGE as usize..25 * PAGE as usize]);
+    world.clear(DISCARD, 30, 5); // it is copied
     world.write(21, &[0xae; PAGE as usize]);
     assert_eq!(request(&mut world.front_end, WRITE, SIZE / 512 - 1, &[0xaf; 512], 0).0, 0);
     let after = world.content();
@@ -91,8 +93,8 @@ fn a_copy_holds_what_the_disk_held_when_it_began() {
     assert!(world.content()[..SIZE as usize] == after, "the disk is as the guest has written it");
     let kib = std::fs::metadata(world.target()).unwrap().blocks() / 2;
     assert!(kib <= 3 * 1024 * 3 / 4 + 64, "holes stay holes: {kib} KiB");
-    // Pages 1, 9, 254, 255, 257, 21 to 23, 30, 31, 33, 34, and a sector; the pages 4, 20, 24, 32 and 256 were holes.
-    assert_eq!(copied, CopiedDisk { copied: 576 * PAGE + 512, preserved: 12 * PAGE + 512 });
+    // Pages 1, 9, 254, 255, 257, 21, 30, 31, 33, 34, and a sector; the pages 4, 32 and 256 were holes.
+    assert_eq!(copied, CopiedDisk { copied: 576 * PAGE + 512, preserved: 10 * PAGE + 512 });
 
     // What is written now is not preserved, and the next copy has it.
     world.write(1, &[0xba; PAGE as usize]);

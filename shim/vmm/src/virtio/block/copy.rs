@@ -1,8 +1,8 @@
 //! Copies a writable disk as it is at one moment, while the guest continues to write to it: a page that is not copied yet is copied before
 //! it is changed. On a file system whose files can share blocks (FICLONE), the copy is complete at that moment.
 //!
-//! Easy to get wrong: every change of a disk, also a discard, must call [`PendingCopy::preserve`] first. A copy that fails does not fail the
-//! guest's request.
+//! Easy to get wrong: every change of a disk must call [`PendingCopy::preserve`] first. A discard, which may be of gigabytes, is left out instead
+//! if [`PendingCopy::needs`] its range: it is only a hint. A copy that fails does not fail the guest's request.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use super::{BlockError, Slot};
@@ -65,7 +65,7 @@ struct CopyProgress {
 }
 
 impl Slot {
-    /// Prepares a copy of this read-write slot's disk to `target`, an empty file that is open for reading and writing, while the guest runs:
+    /// Prepares a copy of this read-write slot's disk to `target`, an empty file that is open for writing, while the guest runs:
     /// where the file system can share blocks, what was written until now is flushed. The copy needs 32 MiB of memory per TiB of the disk.
     pub fn prepare_copy(&self, target: File) -> Result<PreparedCopy, BlockError> {
         let source = self.writable_file("copy")?;
@@ -152,6 +152,20 @@ impl PendingCopy {
         progress.copied.preserved += progress.copied.copied - before;
     }
 
+    /// Returns whether the disk must keep what a part of this range holds, until that is copied.
+    pub fn needs(&self, at: u64, length: u64) -> bool {
+        self.lock()
+            .done
+            .as_ref()
+            .is_some_and(|done| done.first_gap(self.pages_of(at..at.saturating_add(length))).is_some())
+    }
+
+    /// Returns the range of the pages that this range touches.
+    fn pages_of(&self, range: Range<u64>) -> Range<u64> {
+        let end = range.end.min(self.length).next_multiple_of(PAGE as u64);
+        range.start / PAGE as u64 * PAGE as u64..end
+    }
+
     /// Copies the rest of a range. Returns `false` if the copy has ended.
     fn copy_ahead(&self, range: Range<u64>) -> bool {
         while self.changing.load(Ordering::Relaxed) > 0 {
@@ -172,8 +186,7 @@ impl PendingCopy {
 
     /// Copies the pages of a range that are not done. The first error ends the copy.
     fn copy(&self, progress: &mut CopyProgress, range: Range<u64>) {
-        let end = range.end.min(self.length).next_multiple_of(PAGE as u64);
-        let mut rest = range.start / PAGE as u64 * PAGE as u64..end;
+        let mut rest = self.pages_of(range);
         while let Some(run) = progress.done.as_ref().and_then(|done| done.first_gap(rest.clone())) {
             rest.start = run.end;
             match self.copy_run(run.start..run.end.min(self.length), &mut progress.buffer) {

@@ -64,6 +64,11 @@ impl SlotView {
         matches!(self, SlotView::ReadOnly(_))
     }
 
+    /// Returns whether a copy of the disk still needs what a range holds.
+    pub(super) fn must_keep(&self, at: u64, length: u64) -> bool {
+        matches!(self, SlotView::ReadWrite { copy: Some(copy), .. } if copy.needs(at, length))
+    }
+
     /// Returns the map of the placed ranges, if this kind of slot has one.
     pub(super) fn extents(&self) -> Option<&Arc<ExtentMap>> {
         match self {

@@ -229,6 +229,9 @@ fn execute(inner: &SlotInner, memory: &Memory, request: &BlockRequest) -> Result
         }
         BlockOperation::Discard => {
             for (at, length, _) in discard_ranges(&view, memory, readable.clone(), MAX_DISCARD_SECTORS, 0)? {
+                if view.must_keep(at, length) {
+                    continue;
+                }
                 for target in write_targets(&view, at, length)? {
                     discard(&target)?;
                 }
