@@ -1,25 +1,8 @@
 //! Wraps the calls of this crate that have no safe wrapper: capabilities, inherited descriptors, malloc options.
-#![allow(unsafe_code)] // reason: capset, PR_CAPBSET_DROP, PR_CAP_AMBIENT, close_range and mallopt have no safe wrapper in nix or std.
+#![allow(unsafe_code)] // reason: PR_CAPBSET_DROP, PR_CAP_AMBIENT, close_range and mallopt have no safe wrapper in nix or std.
 
+use rustix::thread::{CapabilitySet, CapabilitySets};
 use std::io;
-
-/// `_LINUX_CAPABILITY_VERSION_3`: 64 bits, as two structs of 32.
-const VERSION: u32 = 0x2008_0522;
-
-/// `struct __user_cap_header_struct`.
-#[repr(C)]
-struct Header {
-    version: u32,
-    pid: i32,
-}
-
-/// `struct __user_cap_data_struct`.
-#[repr(C)]
-struct Data {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
-}
 
 /// Clears the ambient set of the calling thread, and keeps in the bounding set only the capabilities in `keep`, one bit each.
 /// Needs CAP_SETPCAP.
@@ -47,12 +30,9 @@ pub(crate) fn restrict_bounding_set(keep: u64) -> io::Result<()> {
 /// Clears the inheritable set of the calling thread, and keeps in the effective and permitted sets only the capabilities in `keep`,
 /// one bit each.
 pub(crate) fn set_capabilities(keep: u64) -> io::Result<()> {
-    let header = Header { version: VERSION, pid: 0 };
-    let kept = [keep as u32, (keep >> 32) as u32].map(|bits| Data { effective: bits, permitted: bits, inheritable: 0 });
-    // SAFETY: header and data have the layout of version 3, two data structs, and live until the call returns; the kernel
-    // only writes to the header, to its version, if that were unknown: `header` is not read afterwards.
-    let rc = unsafe { libc::syscall(libc::SYS_capset, &raw const header, kept.as_ptr()) };
-    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let kept = CapabilitySet::from_bits_retain(keep);
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    Ok(rustix::thread::set_capabilities(None, sets)?)
 }
 
 /// Closes every descriptor except the standard streams. Must be called before this process opens anything.

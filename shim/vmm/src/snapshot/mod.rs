@@ -50,9 +50,6 @@ pub const STATE_FILE: &str = "state";
 /// The name of the file with the guest's memory.
 pub const MEMORY_FILE: &str = "memory";
 
-/// Which pages of this process exist (kernel's admin-guide/mm/pagemap).
-const PAGEMAP: &str = "/proc/self/pagemap";
-
 /// The document in the file `state`. New fields must be optional; any other change needs a new version.
 #[derive(Debug, Serialize, Deserialize)]
 struct Document<S> {
@@ -92,7 +89,7 @@ impl SnapshotFiles {
             file.map_err(|source| SnapshotError::Io { what: "create", path, source })
         };
         let (state, memory) = (create(STATE_FILE)?, create(MEMORY_FILE)?);
-        Ok(SnapshotFiles { state, memory, directory: directory.to_owned(), pagemap: File::open(PAGEMAP).ok() })
+        Ok(SnapshotFiles { state, memory, directory: directory.to_owned(), pagemap: pagemap::open().ok() })
     }
 
     /// Opens the files of the snapshot in `directory`, for reading.
@@ -103,7 +100,7 @@ impl SnapshotFiles {
     /// Opens the files of the snapshot in `directory`, for [`record_working_set`].
     pub fn open_to_complete(directory: &Path) -> Result<SnapshotFiles, SnapshotError> {
         let files = SnapshotFiles::open_with(directory, OpenOptions::new().read(true).write(true))?;
-        Ok(SnapshotFiles { pagemap: File::open(PAGEMAP).ok(), ..files })
+        Ok(SnapshotFiles { pagemap: pagemap::open().ok(), ..files })
     }
 
     fn open_with(directory: &Path, options: &OpenOptions) -> Result<SnapshotFiles, SnapshotError> {

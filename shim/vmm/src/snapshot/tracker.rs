@@ -31,7 +31,7 @@ pub(super) type Tracking = MutexGuard<'static, ()>;
 impl PageTracker {
     /// Opens the files of this process in /proc, and finds out whether the kernel tracks writes (CONFIG_MEM_SOFT_DIRTY).
     pub fn open() -> io::Result<PageTracker> {
-        let pagemap = File::open(super::PAGEMAP)?;
+        let pagemap = pagemap::open()?;
         let tracker = PageTracker { pagemap, clear_refs: OpenOptions::new().write(true).open(CLEAR_REFS).ok() };
         // Another thread may write to a huge page with the page of the probe.
         match (0..3).any(|_| tracker.probe().unwrap_or(false)) {
