@@ -9,6 +9,7 @@ use nacelle_vmm::block::BlockError;
 use nacelle_vmm::net::NetError;
 use nacelle_vmm::vhost_user::VhostUserServerError;
 
+use crate::machine::StepFailed;
 use crate::qemu::QmpError;
 
 /// An error of a connection between host and guest. `Stopped` means that the machine has ended.
@@ -114,6 +115,12 @@ pub enum EngineError {
     /// The machine was to be saved while it runs.
     #[error("the VM is paused: resume it, or save it as it is")]
     IsPaused,
+    /// The caller's own step failed while the machine was saved.
+    #[error("cannot save the running VM")]
+    Step {
+        /// The cause, which only the caller knows.
+        source: StepFailed,
+    },
     /// The machine was killed and has not ended.
     #[error("the VM's process {pid} has not ended within {limit:?} after SIGKILL")]
     NotEnding {
@@ -144,7 +151,7 @@ impl Classify for EngineError {
             EngineError::Snapshot { source, .. } => source.kind(),
             EngineError::Resources { .. } => FailureKind::Exhausted,
             EngineError::Control { source, .. } => source.kind(),
-            EngineError::ReleaseMemory { .. } => FailureKind::Internal,
+            EngineError::ReleaseMemory { .. } | EngineError::Step { .. } => FailureKind::Internal,
             EngineError::Ended { .. } | EngineError::IsPaused => FailureKind::Conflict,
             EngineError::NotEnding { .. } => FailureKind::Timeout,
             EngineError::Spawn { .. } => FailureKind::Unavailable,

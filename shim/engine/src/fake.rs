@@ -4,7 +4,9 @@
 //! Each machine has a thread for the guest, and one more for a scripted death.
 
 use std::collections::{HashMap, VecDeque};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,9 +15,13 @@ use crate::console::ConsoleLog;
 use crate::disk::create_slot;
 use crate::exit_latch::ExitLatch;
 use crate::machine::{
-    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, Pausable, StopMode,
+    BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, Pausable, PauseSteps,
+    RunningSaveReport, Snapshottable, StopMode,
 };
-use crate::{CheckedSpec, EngineError, EngineKind, Limits, LinkError, Slot};
+use crate::{
+    CheckedSpec, EngineError, EngineKind, Limits, LinkError, PageTracker, SavedPages, Slot, SnapshotError,
+    SnapshotFiles, Touched,
+};
 
 /// The failures of a fake engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +32,22 @@ pub struct FailureScript {
     pub die_after: Option<Duration>,
     /// The guest refuses all connections of the host.
     pub refuse_connections: bool,
+    /// What goes wrong when the running machine is saved.
+    pub save: SaveFailure,
+}
+
+/// What goes wrong when a running fake machine is saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SaveFailure {
+    /// Nothing.
+    #[default]
+    None,
+    /// It fails in the pause.
+    InPause,
+    /// It fails when the machine runs again.
+    AfterPause,
+    /// It does not end before it is stopped, after the pause.
+    Hangs,
 }
 
 /// The guest, called on its own thread when a machine starts. Its return value is the machine's end. When the machine is
@@ -254,7 +276,7 @@ impl Engine for FakeEngine {
         let guest = Arc::clone(&self.guest);
         let thread = |source| EngineError::Resources { what: "a thread for a fake guest", source };
         // The machine exists before the guest runs: if the second thread cannot be created, dropping it ends the first.
-        let machine = FakeMachine { state, disks };
+        let machine = FakeMachine { state, disks, save: self.script.save };
         thread::Builder::new()
             .name("fake-guest".into())
             .spawn(move || {
@@ -282,6 +304,7 @@ impl Engine for FakeEngine {
 struct FakeMachine {
     state: Arc<SharedState>,
     disks: Vec<Slot>,
+    save: SaveFailure,
 }
 
 impl Machine for FakeMachine {
@@ -310,6 +333,49 @@ impl Machine for FakeMachine {
 
     fn as_pausable(&self) -> Option<&dyn Pausable> {
         Some(self)
+    }
+
+    fn as_snapshottable(&self) -> Option<&dyn Snapshottable> {
+        Some(self)
+    }
+}
+
+/// Saves a text instead of a VM, which cannot be restored.
+impl Snapshottable for FakeMachine {
+    fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError> {
+        let failed = |source| EngineError::File { what: "write", path: to.directory.clone(), source };
+        to.memory.write_all_at(b"the memory of a fake guest", 0).map_err(failed)?;
+        to.state.write_all_at(b"the state of a fake guest", 0).map_err(failed)
+    }
+
+    fn save_running(
+        &self,
+        to: &SnapshotFiles,
+        _: &PageTracker,
+        stop: &AtomicBool,
+        steps: &mut dyn PauseSteps,
+    ) -> Result<RunningSaveReport, EngineError> {
+        let step_failed = |source| EngineError::Step { source };
+        let begun = steps.before_pause().map_err(step_failed).and_then(|()| self.pause());
+        let saved = begun.and_then(|()| match self.save {
+            SaveFailure::InPause => Err(EngineError::Scripted),
+            _ => steps.while_paused().map_err(step_failed),
+        });
+        let resumed = self.resume();
+        steps.after_pause();
+        resumed.and(saved)?;
+        while self.save == SaveFailure::Hangs && !stop.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        match self.save {
+            SaveFailure::AfterPause => Err(EngineError::Scripted),
+            SaveFailure::Hangs => Err(EngineError::Snapshot { what: "write", source: SnapshotError::Stopped }),
+            _ => self.save(to).map(|()| RunningSaveReport { pause: Duration::ZERO, pages: SavedPages::default() }),
+        }
+    }
+
+    fn record_working_set(&self, _: &SnapshotFiles, _: Touched) -> Result<(), EngineError> {
+        Ok(())
     }
 }
 

@@ -38,10 +38,10 @@ pub use initrd_check::{InitrdError, check_initrd};
 pub use kernel_check::{KernelError, check_kernel};
 pub use machine::{
     BOOT_PORT, Engine, ExitKind, GuestLink, LinkListener, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable,
-    Restorer, RunningSaveReport, Snapshottable, StopMode,
+    PauseSteps, Restorer, RunningSaveReport, Snapshottable, StepFailed, StopMode,
 };
 pub use nacelle_base::machine::EngineKind;
-pub use nacelle_vmm::block::{BlockError, OpenExtent, Slot};
+pub use nacelle_vmm::block::{BlockError, CopiedDisk, DiskCopy, OpenExtent, PreparedCopy, Slot};
 pub use nacelle_vmm::machine::{BLOCK_MIB, unused_hotplug_ranges};
 pub use nacelle_vmm::snapshot::{
     MEMORY_FILE, PageTracker, STATE_FILE, SavedPages, Snapshot, SnapshotDirectory, SnapshotError, SnapshotFiles,

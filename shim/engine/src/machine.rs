@@ -97,16 +97,16 @@ pub trait Snapshottable {
     fn save(&self, to: &SnapshotFiles) -> Result<(), EngineError>;
 
     /// Saves a running machine as [`save`](Snapshottable::save) does a paused one. The machine is paused as briefly as possible: then memory that
-    /// it has written meanwhile is copied, and `while_paused` is called, which must keep the disks' contents. It is resumed in every
-    /// case; if that fails, its error is returned, otherwise the first one. Fails soon after `stop` has become true, unless the files
-    /// are being flushed. Nothing else may pause or resume the machine meanwhile; a paused one is refused. A machine that is stopped keeps
-    /// its memory until this call has returned.
+    /// it has written meanwhile is copied, and the caller takes its `steps`. It is resumed in every case; if that fails, its error is
+    /// returned, otherwise the first one. Fails soon after `stop` has become true, unless the files are being flushed. Nothing else may
+    /// pause or resume the machine meanwhile; a paused one is refused. A machine that is stopped keeps its memory until this call has
+    /// returned.
     fn save_running(
         &self,
         to: &SnapshotFiles,
         tracker: &PageTracker,
         stop: &AtomicBool,
-        while_paused: &mut dyn FnMut() -> Result<(), EngineError>,
+        steps: &mut dyn PauseSteps,
     ) -> Result<RunningSaveReport, EngineError>;
 
     /// Records in the files of a snapshot which pages this machine, which was restored from it in small pages, has touched until now.
@@ -114,6 +114,38 @@ pub trait Snapshottable {
     /// [later](Touched::Later) they get small pages when they need them.
     fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError>;
 }
+
+/// What the caller of [`save_running`](Snapshottable::save_running) does around the pause. A step that fails ends the saving; the caller knows the
+/// cause.
+pub trait PauseSteps {
+    /// Called when most of the memory is copied, before the pause. Whatever makes the pause short belongs here.
+    fn before_pause(&mut self) -> Result<(), StepFailed>;
+
+    /// Called in the pause. Must keep the disks' contents.
+    fn while_paused(&mut self) -> Result<(), StepFailed>;
+
+    /// Called once after `before_pause`, also if that or anything since has failed, as soon as the machine runs again. The files are
+    /// completed afterwards.
+    fn after_pause(&mut self);
+}
+
+/// For machines without writable disks.
+impl PauseSteps for () {
+    fn before_pause(&mut self) -> Result<(), StepFailed> {
+        Ok(())
+    }
+
+    fn while_paused(&mut self) -> Result<(), StepFailed> {
+        Ok(())
+    }
+
+    fn after_pause(&mut self) {}
+}
+
+/// A step of [`PauseSteps`] has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a step of the caller around the pause failed")]
+pub struct StepFailed;
 
 /// What saving a running machine took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,9 +8,10 @@ use std::thread;
 
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::{Classify, FailureKind};
+use nacelle_vmm::block::{DiskCopy, PreparedCopy};
 
 use super::test_vm::{LONG, ProcessResources, TestVm, TestedEngine, eventually, fnv1a, read_all, send_command};
-use crate::machine::{ExitKind, MachineStatus, StopMode};
+use crate::machine::{ExitKind, Machine, MachineStatus, PauseSteps, StepFailed, StopMode};
 use crate::{
     DiskSpec, EngineError, MachineSpec, PageTracker, STATE_FILE, SnapshotDirectory, SnapshotFiles, read_snapshot,
 };
@@ -110,6 +111,46 @@ pub fn saved_vms_continue(tested: &dyn TestedEngine) {
 /// The pages in which the guest counts while it is saved: 8 MiB.
 const COUNTED_PAGES: usize = 2048;
 
+/// The copy of a disk that belongs to a saved VM.
+enum DiskState {
+    Prepared(PreparedCopy),
+    Begun(DiskCopy),
+}
+
+/// Copies a disk, and records which steps are taken.
+struct CopySteps<'a> {
+    machine: &'a dyn Machine,
+    /// The step that fails.
+    fails: Option<&'static str>,
+    taken: Vec<&'static str>,
+    disk: Option<DiskState>,
+}
+
+impl CopySteps<'_> {
+    fn take(&mut self, step: &'static str, status: MachineStatus) -> Result<(), StepFailed> {
+        assert_eq!(self.machine.status(), status, "{step}");
+        self.taken.push(step);
+        if self.fails == Some(step) { Err(StepFailed) } else { Ok(()) }
+    }
+}
+
+impl PauseSteps for CopySteps<'_> {
+    fn before_pause(&mut self) -> Result<(), StepFailed> {
+        self.take("before", MachineStatus::Running)
+    }
+
+    fn while_paused(&mut self) -> Result<(), StepFailed> {
+        if let Some(DiskState::Prepared(prepared)) = self.disk.take() {
+            self.disk = Some(DiskState::Begun(prepared.begin().expect("to begin the copy of the disk")));
+        }
+        self.take("paused", MachineStatus::Paused)
+    }
+
+    fn after_pause(&mut self) {
+        self.take("after", MachineStatus::Running).expect("no step that fails");
+    }
+}
+
 /// A VM that runs is saved at one moment, whatever it writes meanwhile: a booted one, and a clone of a template. It runs on,
 /// also if saving fails, and so do VMs that are restored from it; their memory and disks are those of that moment.
 pub fn running_vms_are_saved(tested: &dyn TestedEngine) {
@@ -153,36 +194,42 @@ pub fn running_vms_are_saved(tested: &dyn TestedEngine) {
             eventually("the guest counts on", || rounds(vm) >= from);
         };
         counts_on(&vm);
-        let save = |stop: bool, while_paused: &mut dyn FnMut() -> Result<(), EngineError>| {
+        let save = |stop: bool, steps: &mut dyn PauseSteps| {
             let directory = SnapshotDirectory::create(&saved).expect("a directory");
             let snapshottable = vm.machine.as_snapshottable().expect("a machine that can be saved");
-            let report =
-                snapshottable.save_running(directory.files(), &tracker, &AtomicBool::new(stop), while_paused)?;
+            let report = snapshottable.save_running(directory.files(), &tracker, &AtomicBool::new(stop), steps)?;
             directory.commit().expect("to save");
             Ok::<_, EngineError>(report)
         };
         let pausable = vm.machine.as_pausable().expect("a pausable machine");
         pausable.pause().expect("to pause");
-        let refused = save(false, &mut || Ok(())).expect_err("it is paused");
+        let steps =
+            |fails: Option<&'static str>| CopySteps { machine: &*vm.machine, fails, taken: Vec::new(), disk: None };
+        let target = || fs::File::options().read(true).write(true).create(true).truncate(true).open(&copy);
+        let mut refused_steps = steps(None);
+        let refused = save(false, &mut refused_steps).expect_err("it is paused");
         assert_eq!((refused.kind(), vm.machine.status()), (FailureKind::Conflict, MachineStatus::Paused), "{refused}");
+        assert!(refused_steps.taken.is_empty());
         pausable.resume().expect("to resume");
-        let fail = || Err(EngineError::Ended { what: "copy the disks of" });
-        for failed in [save(true, &mut || Ok(())), save(false, &mut || fail())] {
-            let error = failed.expect_err("it was stopped, or its disks failed");
+        let all = ["before", "paused", "after"];
+        for (stop, fails, taken) in
+            [(true, None, &all[..0]), (false, Some("before"), &["before", "after"]), (false, Some("paused"), &all)]
+        {
+            let mut failing = steps(fails);
+            let error = save(stop, &mut failing).expect_err("it was stopped, or a step failed");
             println!("{}", nacelle_base::Chain(&error));
-            assert_eq!(vm.machine.status(), MachineStatus::Running);
+            assert_eq!((vm.machine.status(), &failing.taken[..]), (MachineStatus::Running, taken));
             assert!(!saved.exists());
             counts_on(&vm);
         }
 
         assert_eq!(vm.query(&format!("fill 1 {MIB} 7 4096")), "ok");
         let before = rounds(&vm);
-        let mut copy_disks = || {
-            assert_eq!(vm.machine.status(), MachineStatus::Paused);
-            fs::copy(&scratch, &copy).expect("a copy of the disk");
-            Ok(())
-        };
-        let report = save(false, &mut copy_disks).expect("to save");
+        let prepared =
+            vm.machine.disks()[1].prepare_copy(target().expect("a file")).expect("a disk that can be copied");
+        let mut steps = CopySteps { disk: Some(DiskState::Prepared(prepared)), ..steps(None) };
+        let report = save(false, &mut steps).expect("to save");
+        assert_eq!(steps.taken, all);
         println!("{vcpus} vCPUs, a clone: {cloned}: {report:?}");
         assert!(report.pages.private as usize >= COUNTED_PAGES);
         assert!(
@@ -190,6 +237,10 @@ pub fn running_vms_are_saved(tested: &dyn TestedEngine) {
             "what did not change is copied once"
         );
         assert_eq!(vm.query(&format!("fill 1 {MIB} 8 4096")), "ok");
+        match steps.disk.take() {
+            Some(DiskState::Begun(copying)) => copying.finish(&AtomicBool::new(false)).expect("to copy the disk"),
+            _ => panic!("the copy of the disk has not begun"),
+        };
         let clones: Vec<_> = ["one", "two"]
             .map(|name| {
                 let own = files.path().join(name);
@@ -214,7 +265,7 @@ pub fn running_vms_are_saved(tested: &dyn TestedEngine) {
         drop(clones);
         let files = SnapshotFiles::open_to_complete(&saved).expect("a snapshot");
         let snapshottable = vm.machine.as_snapshottable().expect("a machine that can be saved");
-        let stopped = snapshottable.save_running(&files, &tracker, &AtomicBool::new(true), &mut || Ok(()));
+        let stopped = snapshottable.save_running(&files, &tracker, &AtomicBool::new(true), &mut ());
         stopped.expect_err("it was stopped");
         read_snapshot(files).expect_err("it is no snapshot");
     }

@@ -27,7 +27,7 @@ use crate::disk::create_slot;
 use crate::exit_latch::{self, ExitLatch};
 use crate::link::VsockLink;
 use crate::machine::{
-    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, Restorer,
+    Engine, ExitKind, GuestLink, Machine, MachineExit, MachineStatus, MemoryHotplug, Pausable, PauseSteps, Restorer,
     RunningSaveReport, Snapshottable, StopMode,
 };
 use crate::{CheckedSpec, EngineError, EngineKind, Limits, MachineSpec, Slot, Touched};
@@ -335,6 +335,11 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
+    /// A machine that its user has paused must not be resumed by the end of a brief pause.
+    fn check_not_paused(&self) -> Result<(), EngineError> {
+        if self.status() == MachineStatus::Paused { Err(EngineError::IsPaused) } else { Ok(()) }
+    }
+
     fn set_paused(
         &self,
         what: &'static str,
@@ -380,23 +385,37 @@ impl Snapshottable for KvmMachine {
         to: &SnapshotFiles,
         tracker: &PageTracker,
         stop: &AtomicBool,
-        while_paused: &mut dyn FnMut() -> Result<(), EngineError>,
+        steps: &mut dyn PauseSteps,
     ) -> Result<RunningSaveReport, EngineError> {
         let failed = |source| EngineError::Snapshot { what: "write", source };
+        let step_failed = |source| EngineError::Step { source };
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "save" })?;
+        self.check_not_paused()?;
         let copy = snapshot::begin_save(&vm, to, tracker, stop).map_err(failed)?;
+        let steps = StepsGuard(steps);
+        steps.0.before_pause().map_err(step_failed)?;
         let paused = BriefPause::begin(self)?;
         let captured = copy.capture().map_err(failed).and_then(|captured| {
-            while_paused()?;
+            steps.0.while_paused().map_err(step_failed)?;
             Ok(captured)
         });
-        let pause = paused.end()?;
-        Ok(RunningSaveReport { pause, pages: captured?.finish().map_err(failed)? })
+        let resumed = paused.end();
+        drop(steps);
+        Ok(RunningSaveReport { pause: resumed?, pages: captured?.finish().map_err(failed)? })
     }
 
     fn record_working_set(&self, of: &SnapshotFiles, when: Touched) -> Result<(), EngineError> {
         let vm = self.running.vm().ok_or(EngineError::Ended { what: "measure the memory of" })?;
         snapshot::record_working_set(&vm, of, when).map_err(|source| EngineError::Snapshot { what: "complete", source })
+    }
+}
+
+/// The steps of the caller, the last of which is taken in every case.
+struct StepsGuard<'a>(&'a mut dyn PauseSteps);
+
+impl Drop for StepsGuard<'_> {
+    fn drop(&mut self) {
+        self.0.after_pause();
     }
 }
 
@@ -408,11 +427,9 @@ struct BriefPause<'a> {
 }
 
 impl<'a> BriefPause<'a> {
-    /// Pauses a machine that runs: one that its user has paused must not be resumed at the end.
+    /// Pauses a machine that runs.
     fn begin(machine: &'a KvmMachine) -> Result<BriefPause<'a>, EngineError> {
-        if machine.status() == MachineStatus::Paused {
-            return Err(EngineError::IsPaused);
-        }
+        machine.check_not_paused()?;
         let pause = BriefPause { machine, begin: Instant::now(), is_over: false };
         machine.pause()?;
         Ok(pause)

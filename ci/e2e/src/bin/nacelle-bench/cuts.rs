@@ -192,9 +192,8 @@ pub fn cut(machine: &dyn Machine, method: &str, path: &Path) -> (f64, OpenCut) {
         assert!(tracker.tracks_writes(), "the kernel can");
         let snapshottable = machine.as_snapshottable().expect("a VM that can be saved");
         let began = monotonic_nanos();
-        let report = snapshottable
-            .save_running(snapshot.files(), &tracker, &AtomicBool::new(false), &mut || Ok(()))
-            .expect("to save");
+        let report =
+            snapshottable.save_running(snapshot.files(), &tracker, &AtomicBool::new(false), &mut ()).expect("to save");
         snapshot.commit().expect("to save");
         fs::rename(directory.join("memory"), path).expect("its memory");
         return (report.pause.as_secs_f64() * 1e3, OpenCut { began, rest: Rest::Done });
