@@ -3,6 +3,7 @@
 //!
 //! `GuestDisks` serialises its operations, which block and are for blocking threads.
 
+use nacelle_base::retry::retry_interrupted;
 use nacelle_base::{Classify, FailureKind, share};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::collections::HashMap;
@@ -342,6 +343,13 @@ impl GuestDisks {
             }
         }
         Ok(())
+    }
+
+    /// Writes the dirty pages of the scratch disk to it. Has no effect before the disk is mounted. Blocks.
+    pub fn sync_scratch(&self) -> Result<(), DiskError> {
+        let path = Path::new(paths::SCRATCH);
+        let directory = File::open(path).map_err(io_error("open", path))?;
+        retry_interrupted(|| nix::unistd::syncfs(&directory)).map_err(io_error("write the dirty pages of", path))
     }
 
     /// Mounts the scratch disk, once.

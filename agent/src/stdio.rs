@@ -6,6 +6,8 @@
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Mutex, watch};
@@ -17,7 +19,7 @@ const END_OF_INPUT: u8 = 4;
 
 #[derive(Debug)]
 struct Inner {
-    end: Option<AsyncFd<File>>,
+    end: Option<Arc<AsyncFd<File>>>,
     pending: Vec<u8>,
 }
 
@@ -26,6 +28,10 @@ struct Inner {
 pub struct StdioChannel {
     inner: Mutex<Inner>,
     newest: watch::Sender<u64>,
+    /// The same descriptor as in `inner`, which a connection locks for as long as it lasts.
+    end: Weak<AsyncFd<File>>,
+    /// The length of `pending` of an output.
+    unsent: AtomicUsize,
 }
 
 impl StdioChannel {
@@ -33,8 +39,18 @@ impl StdioChannel {
     pub fn new(fd: OwnedFd) -> io::Result<StdioChannel> {
         let flags = nix::fcntl::OFlag::O_NONBLOCK;
         nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags))?;
-        let inner = Inner { end: Some(crate::sys::register(File::from(fd))?), pending: Vec::new() };
-        Ok(StdioChannel { inner: Mutex::new(inner), newest: watch::Sender::new(0) })
+        let open = Arc::new(crate::sys::register(File::from(fd))?);
+        let end = Arc::downgrade(&open);
+        let inner = Mutex::new(Inner { end: Some(open), pending: Vec::new() });
+        Ok(StdioChannel { inner, newest: watch::Sender::new(0), end, unsent: AtomicUsize::new(0) })
+    }
+
+    /// Returns how many bytes of an output have not been passed to a connection: those in the pipe or terminal and those in the
+    /// agent's buffer.
+    pub fn count_unread(&self) -> usize {
+        let in_pipe = self.end.upgrade().and_then(|end| rustix::io::ioctl_fionread(end.get_ref()).ok());
+        let in_pipe = usize::try_from(in_pipe.unwrap_or(0)).unwrap_or(usize::MAX);
+        self.unsent.load(Ordering::Acquire).saturating_add(in_pipe)
     }
 
     /// Announces a connection, which ends the one before. The receiver changes when a newer one is announced.
@@ -53,7 +69,7 @@ impl StdioChannel {
         tokio::select! {
             biased;
             _ = newer.changed() => Ok(()),
-            result = copy_output(&mut inner, &mut connection) => result,
+            result = copy_output(&mut inner, &self.unsent, &mut connection) => result,
         }
     }
 
@@ -76,7 +92,12 @@ async fn drop_output(channel: Option<&StdioChannel>) -> io::Result<()> {
     }
 }
 
-async fn copy_output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+/// `unsent` follows the length of `pending`, without an `await` between the two.
+async fn copy_output(
+    inner: &mut Inner,
+    unsent: &AtomicUsize,
+    connection: &mut (impl AsyncWrite + Unpin),
+) -> io::Result<()> {
     loop {
         while !inner.pending.is_empty() {
             let sent = connection.write(&inner.pending).await?;
@@ -84,6 +105,7 @@ async fn copy_output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpi
                 return Err(ErrorKind::WriteZero.into());
             }
             inner.pending.drain(..sent);
+            unsent.store(inner.pending.len(), Ordering::Release);
         }
         // An idle stream holds no buffer.
         inner.pending = Vec::new();
@@ -102,6 +124,7 @@ async fn copy_output(inner: &mut Inner, connection: &mut (impl AsyncWrite + Unpi
             inner.end = None;
         }
         buffer.truncate(read);
+        unsent.store(read, Ordering::Release);
         inner.pending = buffer;
     }
 }
@@ -166,6 +189,12 @@ impl Stdio {
         channels.into_iter().flatten().all(|channel| *channel.newest.borrow() > 0)
     }
 
+    /// Returns how many bytes of stdout and stderr have not been passed to a connection.
+    pub fn count_unread_output(&self) -> usize {
+        let outputs = [&self.stdout, &self.stderr].into_iter().flatten();
+        outputs.fold(0, |sum, channel| sum.saturating_add(channel.count_unread()))
+    }
+
     /// Ends the input, and reads and drops the output until the process and its children have closed it.
     pub async fn discard(&self) {
         let (input, stdout, stderr) =
@@ -215,7 +244,6 @@ impl Stdio {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
     use tokio::io::duplex;
 
     fn runtime() -> tokio::runtime::Runtime {
@@ -243,6 +271,34 @@ mod tests {
             let (near, mut far) = duplex(16);
             channel.send_output(near).await.unwrap();
             assert_eq!(far.read_to_end(&mut all).await.unwrap(), 0);
+        });
+    }
+
+    #[test]
+    fn unread_output_is_counted_in_the_pipe_and_in_the_buffer() {
+        runtime().block_on(async {
+            let (ours, theirs) = nix::unistd::pipe().unwrap();
+            let channel = Arc::new(StdioChannel::new(ours).unwrap());
+            let mut process = File::from(theirs);
+            assert_eq!(channel.count_unread(), 0);
+            process.write_all(b"0123456789").unwrap();
+            assert_eq!(channel.count_unread(), 10);
+            // The connection takes four bytes, and the rest waits in the buffer while the connection has the channel locked.
+            let (near, mut far) = duplex(4);
+            let sent = tokio::spawn({
+                let channel = Arc::clone(&channel);
+                async move { channel.send_output(near).await }
+            });
+            while channel.count_unread() != 6 {
+                tokio::task::yield_now().await;
+            }
+            process.write_all(b"ab").unwrap();
+            assert_eq!(channel.count_unread(), 8);
+            assert_eq!(read_exactly(&mut far, 12).await, b"0123456789ab");
+            assert_eq!(channel.count_unread(), 0);
+            drop(process);
+            sent.await.unwrap().unwrap();
+            assert_eq!(channel.count_unread(), 0);
         });
     }
 

@@ -5,12 +5,11 @@
 #[allow(dead_code, reason = "each test file uses a part of it")]
 mod machine;
 
+use machine::snapshot::{self, needs_kvm, save};
 use machine::{Guest, LIMIT, config, console, furnish, handshake, needs, place, spec};
 use nacelle_agent::frame;
 use nacelle_engine::kvm::KvmEngine;
-use nacelle_engine::{
-    Engine, KvmVerdict, Machine, NicSpec, Restorer, SnapshotDirectory, SnapshotFiles, probe_kvm, read_snapshot,
-};
+use nacelle_engine::{Engine, Machine, NicSpec, Restorer};
 use nacelle_net::{NetNs, tap};
 use nacelle_proto::agent::{AgentHello, BootConfig, RenewRequest};
 use nacelle_proto::common::{Empty, Interface};
@@ -19,27 +18,12 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 
-fn save(machine: &dyn Machine, to: &Path) {
-    machine.as_pausable().unwrap().pause().unwrap();
-    let directory = SnapshotDirectory::create(to).unwrap();
-    machine.as_snapshottable().unwrap().save(directory.files()).unwrap();
-    directory.commit().unwrap();
-}
-
-/// Restores a VM from a snapshot, paused, in a directory of its own with a copy of the scratch disk. `mac` is the last byte of its MAC
-/// address.
+/// Restores a VM from a snapshot as `snapshot::restore` does, with a network card. `mac` is the last byte of its MAC address.
 fn restore(from: &Path, files: &TempDir, vcpus: u8, mac: u8) -> (Box<dyn Machine>, TempDir) {
-    let directory = tempfile::tempdir().unwrap();
-    for name in ["scratch", "image.erofs"] {
-        fs::copy(files.path().join(name), directory.path().join(name)).unwrap();
-    }
-    let engine = KvmEngine::new();
     let here = NetNs::open(Path::new("/proc/thread-self/ns/net")).unwrap();
     let tap = tap::create(&here, &format!("clone{mac}")).unwrap().fd;
     let nic = NicSpec { tap, more_queues: Vec::new(), dhcp: None, mac: [2, 0, 0, 0, 0, mac], mtu: 1400 };
-    let spec = spec(needs().unwrap(), directory.path(), vcpus, vec![nic]);
-    let saved = read_snapshot(SnapshotFiles::open(from).unwrap()).unwrap();
-    (engine.restore(spec.check(&engine.limits()).unwrap(), saved).unwrap(), directory)
+    snapshot::restore(from, files.path(), vcpus, vec![nic])
 }
 
 /// What a container of a guest sees.
@@ -143,11 +127,7 @@ async fn template(vcpus: u8) {
 
 #[test]
 fn a_vm_restored_from_a_template_is_configured_anew() {
-    let usable = match probe_kvm() {
-        KvmVerdict::Hardware { .. } => needs().map(drop),
-        verdict => Err(verdict.to_string()),
-    };
-    if let Err(why) = usable {
+    if let Err(why) = needs_kvm() {
         return println!("skipped: {why}");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();

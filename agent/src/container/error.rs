@@ -3,7 +3,9 @@
 use nacelle_base::{Classify, FailureKind};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use super::hold::HoldError;
 use super::{anonymous_volumes, image_volumes, limits, spec, user};
 use crate::copied_in::CopiedInVolumeError;
 use crate::empty_dirs::EmptyDirError;
@@ -80,6 +82,8 @@ pub enum AgentError {
         #[from]
         source: DiskError,
     },
+    #[error(transparent)]
+    Hold(#[from] Arc<HoldError>),
     #[error("a task of the agent was aborted")]
     Task {
         #[from]
@@ -133,6 +137,7 @@ impl Classify for AgentError {
             AgentError::OnlineCpus(source) => source.kind(),
             AgentError::EmptyDir(source) => source.kind(),
             AgentError::Disk { source } => source.kind(),
+            AgentError::Hold(source) => source.kind(),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, guest shell, abandon, update, resize, remove.
+//! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, guest shell, abandon, update, resize, remove,
+//! hold.
 //!
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes. This layer does not know gRPC.
@@ -10,7 +11,9 @@ mod create;
 pub mod devices;
 mod error;
 mod exec;
+mod freeze;
 mod guest_shell;
+mod hold;
 pub mod image_volumes;
 pub mod limits;
 mod lock;
@@ -35,6 +38,7 @@ mod update;
 pub mod user;
 
 pub use error::AgentError;
+pub use hold::HoldError;
 pub use options::{CreateOptions, ExecOptions};
 pub use pod::AgentPod;
 pub use process::ContainerProcess;

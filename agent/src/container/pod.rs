@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::OnceCell;
 
 use super::error::AgentError;
+use super::hold::HoldTable;
 use super::process::ContainerProcess;
 use super::record::GuestContainer;
 use crate::copied_in::CopiedInVolumes;
@@ -60,6 +61,9 @@ pub struct AgentPod {
     /// Held for writing while a container is created that a frozen tracer would see, and while a container that may trace
     /// starts. Held for reading while an exec is made: its container must not be frozen then.
     pub(super) trace_lock: tokio::sync::RwLock<()>,
+    /// Held for reading by each operation that changes the pod, and for writing while the pod is held.
+    pub(super) operations: Arc<tokio::sync::RwLock<()>>,
+    pub(super) holds: HoldTable,
     state: Mutex<AgentPodState>,
 }
 
@@ -87,6 +91,8 @@ impl AgentPod {
             users,
             pause: OnceCell::new(),
             trace_lock: tokio::sync::RwLock::default(),
+            operations: Arc::default(),
+            holds: HoldTable::default(),
             state: Mutex::default(),
         })
     }

@@ -4,9 +4,9 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
-    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
-    ListContainersResponse, MemoryRange, RenewRequest, SetMemoryRequest, SetSocketsRequest, SignalRequest,
-    StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
+    HoldResponse, ListContainersResponse, MemoryRange, ReleaseRequest, RenewRequest, SetMemoryRequest,
+    SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -20,7 +20,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::boot::apply;
 use crate::clock;
-use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions};
+use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions, HoldError};
 use crate::copied_in::{CopiedInVolumeError, CopiedInVolumes, VolumeDraft};
 use crate::memory::HotplugMemory;
 use crate::processors::OnlineCpus;
@@ -69,12 +69,29 @@ fn exec_options(request: ExecRequest) -> ExecOptions {
     }
 }
 
-/// Runs an operation to its end even if the client disconnects, so that none stops halfway.
-async fn run_to_end<T: Send + 'static>(
-    operation: impl Future<Output = Result<T, AgentError>> + Send + 'static,
-) -> Result<T, Status> {
-    let done = tokio::spawn(operation).await.map_err(AgentError::from);
-    done.and_then(|result| result).map_err(|error| to_status(&error))
+impl AgentService {
+    /// Runs an operation that changes the pod to its end even if the client disconnects, so that none stops halfway. While the pod is held, it
+    /// waits, and does not begin if the client disconnects.
+    async fn run_change<T: Send + 'static>(
+        &self,
+        operation: impl Future<Output = Result<T, AgentError>> + Send + 'static,
+    ) -> Result<T, Status> {
+        let guard = self.pod.begin_operation().await;
+        let done = tokio::spawn(async move {
+            let result = operation.await;
+            drop(guard);
+            result
+        });
+        done.await.map_err(AgentError::from).and_then(|result| result).map_err(|error| to_status(&error))
+    }
+
+    /// Runs an operation that changes the pod and blocks, as `run_change` does.
+    async fn run_blocking_change<T: Send + 'static, E: Into<AgentError> + Send + 'static>(
+        &self,
+        operation: impl FnOnce() -> Result<T, E> + Send + 'static,
+    ) -> Result<T, Status> {
+        self.run_change(async move { tokio::task::spawn_blocking(operation).await?.map_err(Into::into) }).await
+    }
 }
 
 /// Writes a copied-in volume as it arrives, and swaps it in when it is complete.
@@ -104,7 +121,7 @@ async fn receive_volume(volumes: CopiedInVolumes, mut parts: Streaming<WriteVolu
     }
 }
 
-/// Runs an operation that blocks, on a thread for such.
+/// Runs an operation that blocks and that a hold does not delay, on a thread for such.
 async fn run_blocking<E: Into<AgentError> + Send + 'static>(
     operation: impl FnOnce() -> Result<(), E> + Send + 'static,
 ) -> Result<Response<Empty>, Status> {
@@ -117,27 +134,31 @@ async fn run_blocking<E: Into<AgentError> + Send + 'static>(
 impl Agent for AgentService {
     async fn attach_image(&self, request: Request<AttachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || match request.files {
+        self.run_blocking_change(move || match request.files {
             files if files.is_empty() => pod.disks.attach_image(request.partition, request.offset, request.length),
             files => pod.disks.attach_files(request.partition, files.into_iter().map(PathBuf::from).collect()),
         })
-        .await
+        .await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn detach_image(&self, request: Request<DetachImageRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.disks.detach_image(request.partition)).await
+        self.run_blocking_change(move || pod.disks.detach_image(request.partition)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn attach_device(&self, request: Request<AttachDeviceRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
         let AttachDeviceRequest { partition, offset, length, writable } = request;
-        run_blocking(move || pod.disks.attach_device(partition, offset, length, writable)).await
+        self.run_blocking_change(move || pod.disks.attach_device(partition, offset, length, writable)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn detach_device(&self, request: Request<DetachDeviceRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.disks.detach_device(request.partition)).await
+        self.run_blocking_change(move || pod.disks.detach_device(request.partition)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn create_container(
@@ -160,11 +181,11 @@ impl Agent for AgentService {
             devices: request.devices,
             empty_dirs: request.empty_dirs,
         };
-        run_to_end(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)
+        self.run_change(Arc::clone(&self.pod).create_container(options)).await.map(Response::new)
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        run_to_end(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
+        self.run_change(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -181,27 +202,29 @@ impl Agent for AgentService {
     }
 
     async fn write_volume(&self, request: Request<Streaming<WriteVolumeRequest>>) -> Result<Response<Empty>, Status> {
-        run_to_end(receive_volume(self.pod.volumes.clone(), request.into_inner())).await?;
+        self.run_change(receive_volume(self.pod.volumes.clone(), request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn drop_volume(&self, request: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {
         let (name, volumes) = (request.into_inner().name, self.pod.volumes.clone());
-        run_blocking(move || volumes.remove(&name)).await
+        self.run_blocking_change(move || volumes.remove(&name)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn set_sockets(&self, request: Request<SetSocketsRequest>) -> Result<Response<Empty>, Status> {
         let (SetSocketsRequest { name, token, tree }, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.sockets.set(&name, &token, &tree.unwrap_or_default().entries)).await
+        self.run_blocking_change(move || pod.sockets.set(&name, &token, &tree.unwrap_or_default().entries)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        run_to_end(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
+        self.run_change(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
-        run_to_end(Arc::clone(&self.pod).start_exec(exec_options(request.into_inner()))).await?;
+        self.run_change(Arc::clone(&self.pod).start_exec(exec_options(request.into_inner()))).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -209,33 +232,32 @@ impl Agent for AgentService {
         if !self.has_guest {
             return Err(to_status(&AgentError::NoGuest));
         }
-        run_to_end(Arc::clone(&self.pod).start_guest_shell(exec_options(request.into_inner()))).await?;
+        self.run_change(Arc::clone(&self.pod).start_guest_shell(exec_options(request.into_inner()))).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
         let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.abandon_exec(&request.id, &request.exec_id)).await
+        self.run_blocking_change(move || pod.abandon_exec(&request.id, &request.exec_id)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
-        run_to_end(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
+        self.run_change(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn set_processors(&self, request: Request<SetProcessorsRequest>) -> Result<Response<Empty>, Status> {
         let (count, processors) = (request.into_inner().count, Arc::clone(&self.processors));
-        run_blocking(move || processors.set_online_count(count)).await
+        self.run_blocking_change(move || processors.set_online_count(count)).await?;
+        Ok(Response::new(Empty {}))
     }
 
     async fn set_memory(&self, request: Request<SetMemoryRequest>) -> Result<Response<SetMemoryResponse>, Status> {
         let (SetMemoryRequest { reserve, bytes }, memory) = (request.into_inner(), Arc::clone(&self.memory));
         let range = |range: &MemoryRange| range.address..range.address.saturating_add(range.bytes);
         let reserve: Vec<_> = reserve.iter().map(range).collect();
-        let set = tokio::task::spawn_blocking(move || memory.set_online_bytes(&reserve, bytes))
-            .await
-            .map_err(AgentError::from);
-        let bytes = set.and_then(|set| set.map_err(Into::into)).map_err(|error| to_status(&error))?;
+        let bytes = self.run_blocking_change(move || memory.set_online_bytes(&reserve, bytes)).await?;
         Ok(Response::new(SetMemoryResponse { bytes }))
     }
 
@@ -274,7 +296,30 @@ impl Agent for AgentService {
         let renewed = apply::add_entropy(&request.entropy).and_then(|()| apply::set_clock(request.time_unix_nanos));
         renewed.map_err(|error| Status::internal(Chain(&error).to_string()))?;
         *generation = request.generation;
+        self.pod.end_lease();
         tracing::info!("the VM was restored: the clock and the random pool are set again");
+        Ok(Response::new(Empty {}))
+    }
+
+    async fn sync(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
+        if !self.has_guest {
+            return Err(to_status(&AgentError::from(Arc::new(HoldError::NoScratchDisk))));
+        }
+        let pod = Arc::clone(&self.pod);
+        run_blocking(move || pod.disks.sync_scratch()).await
+    }
+
+    async fn hold(&self, request: Request<HoldRequest>) -> Result<Response<HoldResponse>, Status> {
+        let HoldRequest { token, lease_ms } = request.into_inner();
+        if !self.has_guest {
+            return Err(to_status(&AgentError::from(Arc::new(HoldError::NoGuest))));
+        }
+        let held = Arc::clone(&self.pod).hold(&token, Duration::from_millis(lease_ms.into())).await;
+        held.map(Response::new).map_err(|error| to_status(&error))
+    }
+
+    async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<Empty>, Status> {
+        self.pod.release(&request.into_inner().token).await.map_err(|error| to_status(&error))?;
         Ok(Response::new(Empty {}))
     }
 

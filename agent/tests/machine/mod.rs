@@ -1,5 +1,7 @@
 //! Boots VMs for tests: an image with busybox, a scratch disk, the handshake, the agent's client.
 
+pub mod snapshot;
+
 use hyper_util::rt::TokioIo;
 use nacelle_agent::frame;
 use nacelle_base::machine::{Extent, ImageDisk};

@@ -7,9 +7,9 @@ use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
-    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest,
-    ListContainersResponse, RenewRequest, SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse,
-    WaitRequest, WaitResponse, WriteVolumeRequest,
+    DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
+    HoldResponse, ListContainersResponse, ReleaseRequest, RenewRequest, SetMemoryRequest, SetSocketsRequest,
+    SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -183,6 +183,18 @@ impl Agent for KeeperService {
 
     async fn renew(&self, _: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
         unsupported("be renewed", "it is not restored from a snapshot")
+    }
+
+    async fn sync(&self, _: Request<Empty>) -> Result<Response<Empty>, Status> {
+        unsupported("write its dirty pages", "its system does that")
+    }
+
+    async fn hold(&self, _: Request<HoldRequest>) -> Result<Response<HoldResponse>, Status> {
+        unsupported("be held", "nacelle vm snapshot saves it")
+    }
+
+    async fn release(&self, _: Request<ReleaseRequest>) -> Result<Response<Empty>, Status> {
+        unsupported("be released", "it is never held")
     }
 
     async fn follow_clock(&self, _: Request<FollowClockRequest>) -> Result<Response<ClockReading>, Status> {

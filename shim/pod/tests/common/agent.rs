@@ -67,6 +67,8 @@ pub struct FakeAgent {
     pub stats: Mutex<proto::StatsResponse>,
     /// How far the guest's clock is ahead of the node's, in nanoseconds.
     pub clock_ahead: Mutex<i64>,
+    /// The token of the Hold that was not released.
+    pub holder: Mutex<Option<Vec<u8>>>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<GuestHandle>>,
 }
@@ -242,7 +244,11 @@ impl Agent for Service {
             }
         }
         self.0.volumes.lock().unwrap().extend(request.volumes);
-        self.0.add(&request.id, "", String::from_utf8(request.oci_spec).unwrap());
+        let spec = String::from_utf8(request.oci_spec).unwrap();
+        // A script, or a specification whose hostname is one.
+        let script = serde_json::from_str::<serde_json::Value>(&spec).ok();
+        let script = script.and_then(|spec| Some(spec.get("hostname")?.as_str()?.to_owned()));
+        self.0.add(&request.id, "", script.unwrap_or(spec));
         Ok(Response::new(common::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
     }
 
@@ -389,6 +395,34 @@ impl Agent for Service {
     }
 
     async fn renew(&self, _: Request<proto::RenewRequest>) -> RpcResult<common::Empty> {
+        empty()
+    }
+
+    async fn sync(&self, _: Request<common::Empty>) -> RpcResult<common::Empty> {
+        self.apply_fault("sync").await?;
+        empty()
+    }
+
+    async fn hold(&self, request: Request<proto::HoldRequest>) -> RpcResult<proto::HoldResponse> {
+        // As in the real agent, a Hold that fails or does not return may have frozen the containers.
+        *self.0.holder.lock().unwrap() = Some(request.into_inner().token);
+        self.apply_fault("hold").await?;
+        let processes = self.0.processes.lock().unwrap();
+        let runs = |((_, exec_id), process): &(&(String, String), &Process)| {
+            exec_id.is_empty() && process.started && process.exit.borrow().is_none()
+        };
+        let running: Vec<String> = processes.iter().filter(runs).map(|((id, _), _)| id.clone()).collect();
+        let foreign = "a container that the pod does not have".to_owned();
+        let undrained = running.iter().take(1).cloned().chain([foreign.clone()]).collect();
+        let running = running.into_iter().chain([foreign]).collect();
+        Ok(Response::new(proto::HoldResponse { running, undrained }))
+    }
+
+    async fn release(&self, request: Request<proto::ReleaseRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("release").await?;
+        let mut holder = self.0.holder.lock().unwrap();
+        assert!(holder.as_ref().is_none_or(|token| *token == request.get_ref().token && token.len() == 16));
+        *holder = None;
         empty()
     }
 
