@@ -79,7 +79,9 @@ async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
             }
         }
         // Ports are handled above; devices, logs and images go to the pod process or the keeper only.
-        Stream::Port | Stream::Device | Stream::Log | Stream::Image | Stream::Unspecified => Ok(()),
+        Stream::Port | Stream::Device | Stream::Log | Stream::Image | Stream::Checkpoint | Stream::Unspecified => {
+            Ok(())
+        }
     };
     if let Err(error) = result {
         tracing::debug!(%error, id = open.id, "a stream failed");

@@ -64,7 +64,7 @@ async fn serve_stream(mut connection: UnixStream, manager: &VmManager) -> io::Re
         }
         // A VM has a single output.
         Stream::Stdin | Stream::Stderr | Stream::Unspecified if open.exec_id.is_empty() => return Ok(()),
-        Stream::Stdin | Stream::Log | Stream::Image | Stream::Unspecified => return Ok(()),
+        Stream::Stdin | Stream::Log | Stream::Image | Stream::Checkpoint | Stream::Unspecified => return Ok(()),
         Stream::Stdout | Stream::Stderr => {}
     }
     let command = manager.find_command(&open.id, &open.exec_id).map_err(unknown)?;

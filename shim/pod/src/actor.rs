@@ -4,6 +4,7 @@
 //! The task waits for nothing but its inbox and the write of the record. Effects run in other tasks and report back as
 //! `EffectEvent`s.
 
+mod checkpoint;
 mod containers;
 mod devices;
 
@@ -19,17 +20,18 @@ use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
 use crate::log::ContainerLog;
 use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
-use crate::memory::{self, MemoryLayout, RunningVm};
+use crate::memory::{self, MemoryLayout, MemoryResizer, RunningVm};
 use crate::record::{Phase, SavedPodState};
 use crate::socket_volumes::SocketVolumes;
 use crate::spec::PodSpec;
 use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
 use crate::stops::{ContainerStop, ContainerStops};
 use crate::teardown;
+use checkpoint::RunningCheckpoint;
 use nacelle_base::Chain;
 use nacelle_base::task::run_blocking;
 use nacelle_base::undo::{UndoStack, UnreleasedResource};
-use nacelle_engine::{Engine, Machine, MachineExit, Slot};
+use nacelle_engine::{Engine, Machine, MachineExit, PageTracker, Slot};
 use nacelle_proto::{common, pod};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -62,6 +64,10 @@ pub enum ActorRequest {
     KeepOffer(OfferedFiles, Reply<u64>),
     /// Withdraw the offer with this number.
     WithdrawOffer(u64),
+    /// Save the pod, whose memory is not resized meanwhile.
+    Checkpoint(pod::CheckpointRequest, MemoryResizer, Reply<Bounded<pod::CheckpointResponse>>),
+    /// Return the images on the image disk.
+    ListImages(oneshot::Sender<Vec<pod::PlacedImage>>),
     /// Run a command in a container.
     ExecSync(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
     /// Return a running container.
@@ -95,6 +101,7 @@ enum EffectEvent {
     Removed(String, Result<(), PodError>),
     ImageDetached(Placement),
     DeviceDetached(u32),
+    CheckpointEnded,
     CleanedUp(Vec<UnreleasedResource>),
 }
 
@@ -155,6 +162,9 @@ pub struct PodActor {
     copied_volumes: CopiedVolumes,
     socket_volumes: SocketVolumes,
     clock_steps: Option<ClockSteps>,
+    /// `None`: the VM cannot be saved while it runs.
+    tracker: Option<Arc<PageTracker>>,
+    checkpoint: Option<RunningCheckpoint>,
 }
 
 /// The handles by which others reach the actor.
@@ -198,6 +208,8 @@ impl PodActor {
             copied_volumes: CopiedVolumes::default(),
             socket_volumes: SocketVolumes::default(),
             clock_steps: None,
+            tracker: None,
+            checkpoint: None,
         };
         (actor, handles)
     }
@@ -206,6 +218,7 @@ impl PodActor {
     pub async fn run(mut self, engine: Arc<dyn Engine>, mut prepared: machine::PreparedVm) {
         self.write().await;
         self.clock_steps = prepared.clock_steps.take();
+        self.tracker = prepared.tracker.take().map(Arc::new);
         let channel = prepared.copied_volumes.take();
         let channel = channel.map(|stream| FileServerChannel::new(stream, self.spec.timeouts.call())).transpose();
         let channel = channel.unwrap_or_else(|error| {
@@ -257,7 +270,13 @@ impl PodActor {
             ActorRequest::RemoveContainer(id, reply) => self.remove_container(&id, reply),
             ActorRequest::SetLog(id, file, reply) => self.set_log(&id, file, reply),
             ActorRequest::KeepOffer(offer, reply) => self.keep_offer(offer, reply),
-            ActorRequest::WithdrawOffer(number) => drop(self.offers.remove(&number)),
+            ActorRequest::WithdrawOffer(number) => {
+                self.offers.remove(&number);
+                self.stop_checkpoint_of(number);
+            }
+            ActorRequest::Checkpoint(request, memory, reply) => self.checkpoint(&request, memory, reply),
+            // The checkpoint may have ended meanwhile.
+            ActorRequest::ListImages(reply) => drop(reply.send(self.list_images())),
             ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),
             ActorRequest::GetContainer(id, reply) => send_reply(reply, self.running_container(&id)),
             ActorRequest::GetVm(reply) => {
@@ -298,6 +317,7 @@ impl PodActor {
             EffectEvent::Removed(id, outcome) => self.on_removed(&id, outcome, replies),
             EffectEvent::ImageDetached(placement) => self.images.free(placement),
             EffectEvent::DeviceDetached(number) => self.devices.free(number),
+            EffectEvent::CheckpointEnded => self.checkpoint = None,
             EffectEvent::CleanedUp(failures) => {
                 for UnreleasedResource { what, reason: why } in failures {
                     tracing::error!(resource = what, why, "cleanup of the pod is incomplete");
@@ -392,6 +412,7 @@ impl PodActor {
     }
 
     fn on_vm_exited(&mut self, exit: &MachineExit) {
+        self.stop_checkpoint();
         let why = describe_exit(exit);
         if matches!(self.record.phase, Phase::Booting | Phase::Ready) {
             tracing::error!("the VM has ended: {why}");
@@ -420,6 +441,7 @@ impl PodActor {
     }
 
     fn shut_down(&mut self, grace: Duration) {
+        self.stop_checkpoint();
         let (Some(agent), VmStage::Running { machine, .. }) = (self.agent.clone(), &self.vm) else {
             self.clean_up();
             return;
@@ -451,6 +473,7 @@ impl PodActor {
 
     /// Kills the VM at once and releases everything; a VM that is being assembled is killed when that has completed.
     fn clean_up(&mut self) {
+        self.stop_checkpoint();
         if let Some(boot) = self.boot.take() {
             boot.abort();
         }

@@ -33,6 +33,13 @@ const RPC_PORT: u32 = 1025;
 /// The vsock port of the agent's streams.
 const STREAM_PORT: u32 = 1026;
 
+/// The length of the token of a Hold in bytes.
+pub const TOKEN_BYTES: usize = 16;
+/// The time limit of Hold: longer than the agent's own limits for its parts.
+const HOLD_LIMIT: Duration = Duration::from_secs(20);
+/// The time limit of Sync and of Release.
+const BRIEF_LIMIT: Duration = Duration::from_secs(5);
+
 /// The maximum length of a framed message in bytes.
 const MAX_FRAME: usize = 1 << 20;
 /// The maximum length of a Stats reply in bytes; the decoded message takes many times as much memory.
@@ -174,6 +181,28 @@ impl Agent {
     /// Creates a socket volume, changes its sockets, or removes it.
     pub async fn set_sockets(&self, request: proto::SetSocketsRequest) -> Result<(), PodError> {
         self.call("change the sockets of a volume", self.limit, self.rpc.clone().set_sockets(request)).await.map(drop)
+    }
+
+    /// Writes the dirty pages of the scratch disk.
+    pub async fn sync(&self) -> Result<(), PodError> {
+        self.call("write dirty pages", BRIEF_LIMIT, self.rpc.clone().sync(common::Empty {})).await.map(drop)
+    }
+
+    /// Freezes all containers, and holds back requests that change something, until Release, at most for `lease`.
+    pub async fn hold(
+        &self,
+        token: &[u8; TOKEN_BYTES],
+        lease: Duration,
+    ) -> Result<FromGuest<proto::HoldResponse>, PodError> {
+        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        let request = proto::HoldRequest { token: token.to_vec(), lease_ms };
+        self.call("freeze the containers", HOLD_LIMIT, self.rpc.clone().hold(request)).await
+    }
+
+    /// Ends the Hold with this token.
+    pub async fn release(&self, token: &[u8; TOKEN_BYTES]) -> Result<(), PodError> {
+        let request = proto::ReleaseRequest { token: token.to_vec() };
+        self.call("release the containers", BRIEF_LIMIT, self.rpc.clone().release(request)).await.map(drop)
     }
 
     /// Kills the remaining processes of a container and removes it.

@@ -216,6 +216,45 @@ pub enum PodError {
     /// The pod is configured, or being configured, with another network.
     #[error("cannot configure the pod: it already has, or receives, another network")]
     OtherNetwork,
+    /// A container has something that a checkpoint cannot hold.
+    #[error("cannot save the pod: container {container} has {what}")]
+    NotSavable {
+        /// The id of the container.
+        container: String,
+        /// What it has, and on which path.
+        what: String,
+    },
+    /// The VM cannot be saved while it runs.
+    #[error(
+        "cannot save the pod: its VM cannot be saved while it runs; that needs engine kvm, memory that is not in reserved huge pages, and a node whose /proc has pagemap"
+    )]
+    NoSavableVm,
+    /// Another checkpoint is in progress.
+    #[error("cannot save the pod: another checkpoint of it is in progress")]
+    CheckpointInProgress,
+    /// Other containers run than those that the request names.
+    #[error("cannot save the pod: the request names the containers [{expected}], and [{running}] run")]
+    OtherContainers {
+        /// The ids that the request names.
+        expected: String,
+        /// The ids of the containers that run.
+        running: String,
+    },
+    /// The files of a checkpoint were not offered.
+    #[error("cannot save the pod: the daemon has not offered three files for the checkpoint {name:?}")]
+    NoCheckpointFiles {
+        /// The name of the offer.
+        name: String,
+    },
+    /// The scratch disk cannot be copied.
+    #[error("cannot save the pod's scratch disk")]
+    CopyScratch {
+        /// The cause.
+        source: BlockError,
+    },
+    /// The checkpoint was stopped by its caller, or by the end of the pod.
+    #[error("the checkpoint was stopped: its caller has gone, or the pod is ending")]
+    CheckpointStopped,
     /// Work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
@@ -246,7 +285,7 @@ impl Classify for PodError {
             PodError::Net(error) => error.kind(),
             PodError::Machine(error) => error.kind(),
             PodError::Engine(error) => error.kind(),
-            PodError::Place { source, .. } => source.kind(),
+            PodError::Place { source, .. } | PodError::CopyScratch { source } => source.kind(),
             PodError::Image(error) => error.kind(),
             PodError::Device(error) => error.kind(),
             PodError::Link { source, .. } => source.kind(),
@@ -267,8 +306,15 @@ impl Classify for PodError {
             PodError::NoContainerGuest { .. }
             | PodError::Phase { .. }
             | PodError::OtherNetwork
+            | PodError::NotSavable { .. }
+            | PodError::NoSavableVm
+            | PodError::CheckpointInProgress
+            | PodError::OtherContainers { .. }
+            | PodError::NoCheckpointFiles { .. }
             | PodError::ForeignProcess { .. } => FailureKind::Conflict,
-            PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending => FailureKind::Unavailable,
+            PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending | PodError::CheckpointStopped => {
+                FailureKind::Unavailable
+            }
             PodError::Task(error) => error.kind(),
             PodError::Thread { .. } => FailureKind::Exhausted,
             PodError::Malformed { .. } | PodError::Protocol { .. } | PodError::Guest { .. } => FailureKind::Internal,

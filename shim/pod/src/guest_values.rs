@@ -14,6 +14,7 @@ use nacelle_base::timeline::TimelineStep;
 use nacelle_engine::MachineExit;
 use nacelle_proto::common::{CreateContainerResponse, SetMemoryResponse};
 use nacelle_proto::{agent, pod};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::{Deref, RangeInclusive};
 use std::time::Duration;
@@ -143,6 +144,31 @@ impl FromGuest<CreateContainerResponse> {
         let CreateContainerResponse { uid, gid, mut supplemental_groups } = self.0;
         supplemental_groups.truncate(MAX_GROUPS);
         Bounded(CreateContainerResponse { uid, gid, supplemental_groups })
+    }
+}
+
+/// The containers of a pod that is held.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeldContainers {
+    /// The ids of those whose process runs.
+    pub running: BTreeSet<String>,
+    /// The ids of those some of whose output was not read.
+    undrained: BTreeSet<String>,
+}
+
+impl FromGuest<agent::HoldResponse> {
+    /// Drops the ids of containers that the pod does not have.
+    pub fn bound(self, known: &BTreeSet<String>) -> Bounded<HeldContainers> {
+        let agent::HoldResponse { running, undrained } = self.0;
+        let keep = |ids: Vec<String>| ids.into_iter().filter(|id| known.contains(id)).collect();
+        Bounded(HeldContainers { running: keep(running), undrained: keep(undrained) })
+    }
+}
+
+impl Bounded<HeldContainers> {
+    /// Returns the response to Checkpoint, whose other figures the pod process has measured.
+    pub fn into_response(self, figures: pod::CheckpointResponse) -> Bounded<pod::CheckpointResponse> {
+        Bounded(pod::CheckpointResponse { undrained: self.0.undrained.into_iter().collect(), ..figures })
     }
 }
 

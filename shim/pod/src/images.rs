@@ -132,6 +132,11 @@ impl ImageTable {
         }
     }
 
+    /// Returns the images that containers can share, by key.
+    pub fn placed(&self) -> impl Iterator<Item = (&str, Placement)> {
+        self.by_key.iter().map(|(key, (placement, _))| (key.as_str(), *placement))
+    }
+
     /// Returns the first gap of this length.
     fn find_gap(&self, length: u64) -> Option<u64> {
         let mut start = ALIGNMENT;

@@ -9,6 +9,7 @@ pub mod affinity;
 mod agent;
 mod boot;
 mod broadcast;
+mod checkpoint;
 pub mod client;
 mod clock;
 pub mod codes;

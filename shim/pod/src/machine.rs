@@ -18,8 +18,8 @@ use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::undo::UndoStack;
 use nacelle_engine::{
-    CheckedSpec, DiskSpec, Engine, EngineError, LinkListener, Machine, MachineExit, MachineSpec, NicSpec, Slot,
-    Snapshot, StopMode,
+    CheckedSpec, DiskSpec, Engine, EngineError, LinkListener, Machine, MachineExit, MachineSpec, NicSpec, PageTracker,
+    Slot, Snapshot, StopMode,
 };
 use nacelle_jail::ThreadKind;
 use nacelle_net::{NetNs, Tap, tap};
@@ -84,8 +84,27 @@ pub struct PreparedVm {
     pub clock_steps: Option<ClockSteps>,
     /// The template from which the VM is restored; `None`: it boots.
     pub template: Option<Snapshot>,
+    /// Tracks which pages the VM will have written; `None`: it cannot be saved while it runs.
+    pub tracker: Option<PageTracker>,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
+}
+
+impl PreparedVm {
+    /// Returns what every pod has. The disk has no name.
+    fn new(taps: Vec<TapWithDhcp>, disk: PathBuf, timeline: Timeline) -> PreparedVm {
+        PreparedVm {
+            taps,
+            disk,
+            has_name: false,
+            shares: Vec::new(),
+            copied_volumes: None,
+            clock_steps: None,
+            template: None,
+            tracker: None,
+            timeline,
+        }
+    }
 }
 
 /// Creates taps and scratch disk. A pod without a guest has neither; a machine pod has a directory in place of the disk.
@@ -94,16 +113,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
     let disk = spec.scratch_file();
     let timeline = Timeline::default();
     if matches!(spec.engine, EngineSpec::Host { .. }) {
-        return Ok(PreparedVm {
-            taps: Vec::new(),
-            disk,
-            has_name: false,
-            shares: Vec::new(),
-            copied_volumes: None,
-            clock_steps: None,
-            template: None,
-            timeline,
-        });
+        return Ok(PreparedVm::new(Vec::new(), disk, timeline));
     }
     if !spec.engine.has_disks() {
         remove_tree_if_there(&disk)?;
@@ -111,16 +121,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
         let step = timeline.begin("taps");
         let created = create_taps(spec)?;
         step.done();
-        return Ok(PreparedVm {
-            taps: created,
-            disk,
-            has_name: false,
-            shares: Vec::new(),
-            copied_volumes: None,
-            clock_steps: None,
-            template: None,
-            timeline,
-        });
+        return Ok(PreparedVm::new(created, disk, timeline));
     }
     let step = timeline.begin("taps and scratch disk");
     let (taps, copied) = std::thread::scope(|scope| {
@@ -137,16 +138,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             let watched = ClockSteps::watch();
             let clock_steps =
                 watched.inspect_err(|error| tracing::warn!("cannot watch the node's clock for steps: {error}")).ok();
-            Ok(PreparedVm {
-                taps,
-                disk,
-                has_name: true,
-                shares: Vec::new(),
-                copied_volumes: None,
-                clock_steps,
-                template: None,
-                timeline,
-            })
+            Ok(PreparedVm { has_name: true, clock_steps, ..PreparedVm::new(taps, disk, timeline) })
         }
         (Err(error), _) => {
             // The caller needs the first error.
@@ -165,7 +157,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: PreparedVm,
 ) -> Result<AssembledVm, PodError> {
-    let PreparedVm { taps, disk, has_name, shares, copied_volumes: _, clock_steps: _, template, timeline } = prepared;
+    let PreparedVm { taps, disk, has_name, shares, template, timeline, .. } = prepared;
     let template = template.filter(|_saved| engine.as_restorer().is_some());
     let from_template = template.is_some();
     let memory = MemoryLayout::new(spec, template.as_ref().map(Snapshot::memory_mib));

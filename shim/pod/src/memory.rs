@@ -12,7 +12,7 @@ use nacelle_engine::{BLOCK_MIB, Machine};
 use nacelle_proto::common::SetMemoryResponse;
 use std::ops::Range;
 use std::sync::Arc;
-use tokio::sync::Semaphore;
+use tokio::sync::{Mutex, OwnedMutexGuard};
 
 /// The parts of a VM's memory, in MiB. Those behind the first are hot-plug memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,12 +64,18 @@ pub struct RunningVm {
     pub memory: MemoryLayout,
 }
 
-/// Resizes the memory; concurrent resizes run one after the other.
-pub struct MemoryResizer(Arc<Semaphore>);
+/// Resizes the memory; concurrent resizes run one after the other. Has the bytes of the reserve that are in use. Clones
+/// are handles to the same.
+#[derive(Clone, Default)]
+pub struct MemoryResizer(Arc<Mutex<u64>>);
 
-impl Default for MemoryResizer {
-    fn default() -> MemoryResizer {
-        MemoryResizer(Arc::new(Semaphore::new(1)))
+/// How much of the reserve is in use. As long as this exists, no resize begins.
+pub struct ReserveInUse(OwnedMutexGuard<u64>);
+
+impl ReserveInUse {
+    /// Returns the number of bytes.
+    pub fn bytes(&self) -> u64 {
+        *self.0
     }
 }
 
@@ -89,10 +95,18 @@ impl MemoryResizer {
     pub async fn set(&self, vm: RunningVm, requested: u64) -> Result<Bounded<SetMemoryResponse>, PodError> {
         let serial = Arc::clone(&self.0);
         let task = tokio::spawn(async move {
-            let _permit = serial.acquire_owned().await;
-            resize(vm, requested).await
+            let mut in_use = serial.lock_owned().await;
+            // A resize that fails restores what was in use.
+            let used = resize(vm, requested).await?;
+            *in_use = used.bytes;
+            Ok(used)
         });
         task.await.unwrap_or_else(|error| Err(TaskError::new("resize the memory of the VM", error).into()))
+    }
+
+    /// Waits for the resizes that have begun, and keeps others waiting.
+    pub async fn hold(&self) -> ReserveInUse {
+        ReserveInUse(Arc::clone(&self.0).lock_owned().await)
     }
 }
 

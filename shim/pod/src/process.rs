@@ -5,7 +5,7 @@ use crate::error::PodError;
 use crate::identity;
 use crate::server::PodService;
 use crate::spec::PodSpec;
-use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, jail, jail_dir, machine, share, streams, template};
+use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, checkpoint, jail, jail_dir, machine, share, streams, template};
 use nacelle_base::files::{at, remove_if_there};
 use nacelle_engine::Engine;
 use nacelle_proto::pod::pod_server::PodServer;
@@ -51,6 +51,7 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
         prepared.template = template::open(&spec);
         step.done();
     }
+    prepared.tracker = checkpoint::open_tracker(&spec);
     if let Some(jail) = &spec.jail {
         jail::enter(&spec, jail, dir)?;
         prepared.has_name = false;

@@ -221,6 +221,14 @@ impl Pod for PodService {
         Ok(Response::new(answer.bound(bounds).into_inner()))
     }
 
+    async fn checkpoint(
+        &self,
+        request: Request<proto::CheckpointRequest>,
+    ) -> Result<Response<proto::CheckpointResponse>, Status> {
+        let memory = self.memory.clone();
+        self.call_for_guest_value(|reply| ActorRequest::Checkpoint(request.into_inner(), memory, reply)).await
+    }
+
     async fn stop(&self, request: Request<proto::StopRequest>) -> Result<Response<common::Empty>, Status> {
         let grace = millis(request.into_inner().timeout_ms);
         self.call_for_empty(|reply| ActorRequest::StopPod(grace, Some(reply))).await

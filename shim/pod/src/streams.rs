@@ -4,6 +4,7 @@
 use crate::actor::{ActorMessage, ActorRequest, ContainerHandle, OfferKind, OfferedFiles, Reply};
 use crate::agent::{read_frame, write_frame};
 use crate::broadcast::OutputBroadcast;
+use crate::checkpoint;
 use crate::error::{Failure, PodError};
 use crate::images::MAX_EXTENTS;
 use nacelle_base::descriptors::receive_descriptor;
@@ -64,6 +65,9 @@ async fn serve_stream(
         common::Stream::Image => {
             let count = open.descriptors;
             return receive_offer(client, OfferKind::Image, count, open, inbox).await;
+        }
+        common::Stream::Checkpoint => {
+            return receive_offer(client, OfferKind::Checkpoint, checkpoint::FILES, open, inbox).await;
         }
         common::Stream::Log => return receive_log(client, open.id, inbox).await,
         _ => {}
@@ -185,6 +189,7 @@ async fn connect_target(
         | common::Stream::Device
         | common::Stream::Log
         | common::Stream::Image
+        | common::Stream::Checkpoint
         | common::Stream::Unspecified => {
             return Err(Failure {
                 kind: FailureKind::Invalid,

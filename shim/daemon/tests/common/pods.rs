@@ -439,6 +439,10 @@ impl proto::pod_server::Pod for Service {
         }
     }
 
+    async fn checkpoint(&self, _: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointResponse> {
+        Err(Status::unimplemented("later"))
+    }
+
     async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<common::Empty> {
         self.0.step("pod stop").await?;
         self.0.change(|record| {

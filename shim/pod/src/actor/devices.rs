@@ -22,6 +22,8 @@ pub enum OfferKind {
     Device,
     /// An image, by its key; the files of its extents.
     Image,
+    /// A checkpoint, by its name; its three files. For no container.
+    Checkpoint,
 }
 
 /// Open files that the daemon offers for a container.
@@ -51,7 +53,7 @@ impl PodActor {
         send_reply(reply, Ok(self.last_offer));
     }
 
-    fn find_offer(&self, kind: OfferKind, id: &str, name: &str) -> Option<u64> {
+    pub(super) fn find_offer(&self, kind: OfferKind, id: &str, name: &str) -> Option<u64> {
         // The newest offer counts: a daemon that was killed may have left an older one.
         let mut all = self.offers.iter().rev();
         let matches = |offer: &OfferedFiles| offer.kind == kind && offer.id == id && offer.name == name;

@@ -124,6 +124,9 @@ pub enum ClientError {
         /// The limit.
         limit: Duration,
     },
+    /// The caller has stopped a request before it was sent.
+    #[error("the request was stopped before the pod process received it")]
+    Stopped,
     /// The process replied with an error, whose text is not trusted.
     #[error("{message}")]
     Rejected {
@@ -149,6 +152,7 @@ impl Classify for ClientError {
                 FailureKind::Unavailable
             }
             ClientError::OutOfMemory { .. } => FailureKind::Exhausted,
+            ClientError::Stopped => FailureKind::Conflict,
             ClientError::Stream { source, .. } => source.kind(),
             ClientError::Timeout { .. } => FailureKind::Timeout,
             ClientError::Cgroup { kind, .. }

@@ -4,6 +4,7 @@
 //! [`spawn`](mod@spawn) starts the process, [`cleanup`] removes what a dead one has left.
 
 mod changes;
+mod checkpoint;
 mod cleanup;
 mod connection;
 mod error;
@@ -15,6 +16,7 @@ mod template;
 mod unrecorded;
 
 pub use changes::PodStateChanges;
+pub use checkpoint::CheckpointFiles;
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
 pub use log_file::{LogFileError, open_log};

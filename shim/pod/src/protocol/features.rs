@@ -7,6 +7,8 @@ pub enum PodFeature {
     AnonymousVolumes,
     /// Containers of engine `host` get the AppArmor profile that their OCI specification names.
     ApparmorProfiles,
+    /// The running pod can be saved.
+    Checkpoint,
     /// A command of Exec runs on when its client disconnects; no request needs this.
     DetachedExec,
     /// Commands run in the guest itself, for an operator.
@@ -17,9 +19,10 @@ pub enum PodFeature {
 
 impl PodFeature {
     /// All features.
-    pub const ALL: [PodFeature; 5] = [
+    pub const ALL: [PodFeature; 6] = [
         PodFeature::AnonymousVolumes,
         PodFeature::ApparmorProfiles,
+        PodFeature::Checkpoint,
         PodFeature::DetachedExec,
         PodFeature::GuestShell,
         PodFeature::SocketVolumes,
@@ -30,6 +33,7 @@ impl PodFeature {
         match self {
             PodFeature::AnonymousVolumes => "anonymous-volumes",
             PodFeature::ApparmorProfiles => "apparmor-profiles",
+            PodFeature::Checkpoint => "checkpoint",
             PodFeature::DetachedExec => "detached-exec",
             PodFeature::GuestShell => "guest-shell",
             PodFeature::SocketVolumes => "socket-volumes",
@@ -41,6 +45,7 @@ impl PodFeature {
         match self {
             PodFeature::AnonymousVolumes => "volumes that the image of a container declares",
             PodFeature::ApparmorProfiles => "AppArmor profiles of containers",
+            PodFeature::Checkpoint => "checkpoints of a running pod",
             PodFeature::DetachedExec => "commands that outlive their client",
             PodFeature::GuestShell => "commands in the guest",
             PodFeature::SocketVolumes => "volumes of which a container sees the sockets",
@@ -56,6 +61,7 @@ impl PodFeature {
             | PodFeature::DetachedExec
             | PodFeature::SocketVolumes => 1,
             PodFeature::GuestShell => 2,
+            PodFeature::Checkpoint => 3,
         }
     }
 

@@ -48,6 +48,7 @@ pod_rpcs! {
     SetMemory: BASE,
     Resize: BASE,
     Stats: BASE,
+    Checkpoint: PodFeatureSet::only(PodFeature::Checkpoint),
     Stop: BASE,
 }
 
@@ -99,6 +100,7 @@ base_messages! {
     pod::StopContainerRequest { id, timeout_ms }
     pod::ExecSyncRequest { id, args, timeout_ms }
     pod::ExecRequest { id, args, tty, stdin }
+    pod::CheckpointRequest { name, container_ids }
     pod::SetMemoryRequest { bytes }
     pod::StopRequest { timeout_ms }
 }
@@ -180,6 +182,7 @@ impl GatedRequest for pod::StreamOpen {
             | common::Stream::Device
             | common::Stream::Log
             | common::Stream::Image => BASE,
+            common::Stream::Checkpoint => PodFeature::Checkpoint.into(),
         }
     }
 }
@@ -207,7 +210,7 @@ mod tests {
             // It is a property of the process.
             PodFeature::DetachedExec => None,
             // It is an RPC.
-            PodFeature::GuestShell => None,
+            PodFeature::Checkpoint | PodFeature::GuestShell => None,
         }
     }
 
@@ -232,19 +235,35 @@ mod tests {
         let listed: Vec<_> = std::iter::once("Hello".to_owned()).chain(known).collect();
         assert_eq!(rpcs.collect::<Vec<_>>(), listed);
         for rpc in PodRpc::ALL.iter().filter(|rpc| rpc.needed() != BASE) {
-            assert_eq!(*rpc, PodRpc::StartGuestShell, "an RPC with a feature needs a test of its refusal");
+            assert!(REFUSALS.iter().any(|(refused, ..)| refused == rpc), "{rpc:?} needs a test of its refusal");
         }
     }
 
+    /// The RPCs that need a feature, with what a peer without it is told.
+    const REFUSALS: [(PodRpc, PodFeature, &str); 2] = [
+        (
+            PodRpc::StartGuestShell,
+            PodFeature::GuestShell,
+            "lacks the feature guest-shell, which commands in the guest need; replace the pod",
+        ),
+        (
+            PodRpc::Checkpoint,
+            PodFeature::Checkpoint,
+            "lacks the feature checkpoint, which checkpoints of a running pod need; replace the pod",
+        ),
+    ];
+
     #[test]
-    fn a_command_in_the_guest_is_refused_by_a_peer_that_would_not_know_it() {
+    fn an_rpc_is_refused_by_a_peer_that_would_not_know_it() {
         let everything: PodFeatureSet = PodFeature::ALL.into_iter().collect();
-        let needed = PodRpc::StartGuestShell.needed();
-        let text = PodPeer::before_hello(everything.without(needed)).require(needed).unwrap_err().to_string();
-        assert!(
-            text.contains("lacks the feature guest-shell, which commands in the guest need; replace the pod"),
-            "{text}"
-        );
-        assert_eq!(PodPeer::before_hello(PodFeature::GuestShell.into()).require(needed), Ok(()));
+        for (rpc, feature, expected) in REFUSALS {
+            let needed = rpc.needed();
+            assert_eq!(needed, feature.into());
+            let text = PodPeer::before_hello(everything.without(needed)).require(needed).unwrap_err().to_string();
+            assert!(text.contains(expected), "{text}");
+            assert_eq!(PodPeer::before_hello(needed).require(needed), Ok(()));
+        }
+        let offer = pod::StreamOpen { stream: common::Stream::Checkpoint.into(), ..Default::default() };
+        assert_eq!(offer.needed(), PodFeature::Checkpoint.into());
     }
 }
