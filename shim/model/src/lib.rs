@@ -5,6 +5,7 @@
 //! and reading a stored record returns the same types.
 
 pub mod capability;
+pub mod checkpoint;
 pub mod container;
 pub mod device;
 pub mod digest;
