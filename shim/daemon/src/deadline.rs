@@ -6,6 +6,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use tokio::time::{Instant, sleep_until};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
@@ -13,6 +14,11 @@ use tower::{Layer, Service};
 
 /// The header of the time limit (gRPC over HTTP/2: `Timeout`).
 const HEADER: &str = "grpc-timeout";
+
+/// The time at which the caller of a request gives up. It is in the extensions of each request that has a time limit, for handlers that
+/// must clean up before they answer.
+#[derive(Clone, Copy, Debug)]
+pub struct CallerLimit(pub Instant);
 
 /// The layer that limits the time of requests.
 #[derive(Clone, Copy, Debug)]
@@ -43,10 +49,13 @@ where
         self.0.poll_ready(context)
     }
 
-    fn call(&mut self, request: Request<B>) -> Self::Future {
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let limit = request.headers().get(HEADER).and_then(|text| parse_timeout(text.to_str().ok()?));
+        let Some(limit) = limit else { return Box::pin(self.0.call(request)) };
+        let limit = Instant::now() + limit;
         // The library's own timer for the request starts after this one, and therefore never expires before it.
-        let Some(expired) = limit.map(tokio::time::sleep) else { return Box::pin(self.0.call(request)) };
+        let expired = sleep_until(limit);
+        request.extensions_mut().insert(CallerLimit(limit));
         let response = self.0.call(request);
         Box::pin(async move {
             tokio::select! {
@@ -87,6 +96,24 @@ mod tests {
         let at_once = tower::service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(Body::empty())));
         let response = DeadlineLayer.layer(at_once).call(request()).await.unwrap();
         assert!(response.headers().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_handler_finds_the_limit_of_its_caller() {
+        let limit_of = async |header: Option<&str>| {
+            let (sender, found) = std::sync::mpsc::channel();
+            let service = tower::service_fn(move |request: Request<()>| {
+                sender.send(request.extensions().get::<CallerLimit>().copied()).unwrap();
+                async { Ok::<_, Infallible>(Response::new(Body::empty())) }
+            });
+            let request = header.into_iter().fold(Request::builder(), |builder, text| builder.header(HEADER, text));
+            DeadlineLayer.layer(service).call(request.body(()).unwrap()).await.unwrap();
+            found.recv().unwrap()
+        };
+        let before = Instant::now() + Duration::from_secs(5);
+        let limit = limit_of(Some("5S")).await.unwrap().0;
+        assert!(limit >= before && limit <= Instant::now() + Duration::from_secs(5));
+        assert!(limit_of(None).await.is_none() && limit_of(Some("5")).await.is_none());
     }
 
     #[test]

@@ -349,6 +349,7 @@ pub async fn serve(
             supervisor.stopping();
             // Otherwise subscribers would keep their connections open, and with them this server, forever.
             event_node.services().events.close();
+            event_node.stop_checkpoints();
             let _ = shutdown_started.send(());
         });
     let limit = async {

@@ -1,5 +1,5 @@
 //! Wraps the system and library calls for which neither nix nor std has a safe function.
-#![allow(unsafe_code)] // reason: mallopt, variables of the environment, inherited descriptors, the size of a terminal and AsyncFd.
+#![allow(unsafe_code)] // reason: mallopt, variables of the environment, inherited descriptors, the size of a terminal, AsyncFd and leases.
 
 use nacelle_base::retry::retry_interrupted;
 use std::io;
@@ -19,6 +19,9 @@ pub(crate) fn set_malloc_thresholds() {
         unsafe { libc::mallopt(parameter, MAPPING_THRESHOLD) };
     }
 }
+
+/// The command of fcntl(2) for the signal of a descriptor (asm-generic/fcntl.h).
+const F_SETSIG: libc::c_int = 10;
 
 /// Removes variables from the environment of this process and its later children. The process must have a single thread.
 pub(crate) fn remove_variables(names: &[&str]) {
@@ -58,4 +61,37 @@ pub(crate) fn window_size(terminal: impl AsFd) -> io::Result<(u16, u16)> {
 pub(crate) fn watch_priority(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open and returns the same descriptor for as long as it lives.
     unsafe { AsyncFd::register_with_interest(descriptor, Interest::PRIORITY) }.map_err(Into::into)
+}
+
+/// Whether a file has writers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WriterCheck {
+    /// No process has the file open for writing, or mapped shared and writable.
+    None,
+    /// A process has.
+    Open,
+    /// The file system has no leases, so the kernel does not say.
+    Unsupported,
+}
+
+/// Returns whether any process can write a file that this process owns and has open for reading only. The kernel grants a read lease on a file
+/// without writers only (fcntl(2), F_SETLEASE); the lease is released at once.
+pub(crate) fn check_writers(file: &std::fs::File) -> io::Result<WriterCheck> {
+    let set = |command: libc::c_int, value: libc::c_int| {
+        // SAFETY: fcntl with these commands takes integers and touches no memory, and the descriptor is open.
+        match unsafe { libc::fcntl(file.as_raw_fd(), command, value) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // A process that opens the file for writing meanwhile has the kernel send this signal. It is ignored by default; SIGIO would be fatal.
+    set(F_SETSIG, libc::SIGURG)?;
+    match set(libc::F_SETLEASE, libc::F_RDLCK) {
+        Ok(()) => set(libc::F_SETLEASE, libc::F_UNLCK).map(|()| WriterCheck::None),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::EAGAIN) => Ok(WriterCheck::Open),
+            Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(WriterCheck::Unsupported),
+            _ => Err(error),
+        },
+    }
 }

@@ -243,10 +243,9 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         };
         assert_eq!(create(privileged).await.unwrap_err().code(), Code::InvalidArgument);
         assert!(daemon.containers().await.is_empty() && !world.script.seen("create"));
-        let request = cri::CheckpointPodRequest::default();
-        let error = daemon.cri.checkpoint_pod(request).await.unwrap_err();
+        let error = daemon.cri.restore_pod(cri::RestorePodRequest::default()).await.unwrap_err();
         assert_eq!(error.code(), Code::Unimplemented);
-        assert!(error.message().starts_with("CheckpointPod "), "{error}");
+        assert!(error.message().starts_with("RestorePod "), "{error}");
     });
 }
 

@@ -6,7 +6,7 @@ use common::agent::RpcFault;
 use common::{LIMIT, PodFixture, eventually, kind, network};
 use nacelle_base::{Chain, FailureKind};
 use nacelle_engine::fake::{FailureScript, SaveFailure};
-use nacelle_pod::client::{CheckpointFiles, ClientError, PodClient};
+use nacelle_pod::client::{CheckpointWriters, ClientError, PodClient};
 use nacelle_pod::spec::{EngineSpec, PodSpec};
 use nacelle_proto::pod;
 use serde_json::{Value, json};
@@ -47,9 +47,9 @@ impl World {
         self.fixture.root.path().join(name)
     }
 
-    fn files(&self) -> CheckpointFiles {
+    fn files(&self) -> CheckpointWriters {
         let create = |name: &str| File::create(self.path(name)).unwrap();
-        CheckpointFiles { state: create("state"), memory: create("memory"), scratch: create("scratch") }
+        CheckpointWriters { state: create("state"), memory: create("memory"), scratch: create("scratch") }
     }
 
     async fn save_until(
@@ -135,7 +135,7 @@ async fn whatever_fails_the_containers_are_released() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_disk_is_the_cause_that_is_reported() {
     let world = World::new(SaveFailure::Hangs).await;
-    let files = CheckpointFiles { scratch: File::options().write(true).open("/dev/full").unwrap(), ..world.files() };
+    let files = CheckpointWriters { scratch: File::options().write(true).open("/dev/full").unwrap(), ..world.files() };
     let failed = world.client.checkpoint("full", vec!["a".into()], files, std::future::pending()).await.unwrap_err();
     assert!(
         text(&failed).contains("cannot save the pod's scratch disk: cannot copy disk scratch"),

@@ -1,6 +1,7 @@
 //! Implements the two services of CRI by dispatching each RPC to a function of the modules below, one per group of RPCs. RPCs
 //! that are not implemented yet are rejected by name. It uses the lifecycle and the image store, and holds no state of its own.
 
+mod checkpoint;
 mod container;
 pub mod convert;
 mod events;
@@ -16,6 +17,7 @@ mod streaming;
 
 use crate::accounting::Accounting;
 use crate::apparmor::Apparmor;
+use crate::deadline::CallerLimit;
 use crate::lifecycle::Node;
 use list_stream::ListStream;
 use nacelle_proto::cri;
@@ -243,8 +245,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         Err(not_yet("CheckpointContainer"))
     }
 
-    async fn checkpoint_pod(&self, _: Request<cri::CheckpointPodRequest>) -> Answer<cri::CheckpointPodResponse> {
-        Err(not_yet("CheckpointPod"))
+    async fn checkpoint_pod(&self, request: Request<cri::CheckpointPodRequest>) -> Answer<cri::CheckpointPodResponse> {
+        let limit = request.extensions().get::<CallerLimit>().copied();
+        self.logged(request, async |request| self.on_checkpoint_pod(request, limit).await).await
     }
 
     async fn restore_pod(&self, _: Request<cri::RestorePodRequest>) -> Answer<cri::RestorePodResponse> {

@@ -220,6 +220,7 @@ changing_requests! {
     "StopPodSandbox", cri::StopPodSandboxRequest, cri::StopPodSandboxResponse, of_pod, pod_sandbox_id;
     "RemovePodSandbox", cri::RemovePodSandboxRequest, cri::RemovePodSandboxResponse, of_pod, pod_sandbox_id;
     "UpdatePodSandboxResources", cri::UpdatePodSandboxResourcesRequest, cri::UpdatePodSandboxResourcesResponse, of_pod, pod_sandbox_id;
+    "CheckpointPod", cri::CheckpointPodRequest, cri::CheckpointPodResponse, of_pod, pod_sandbox_id;
     "PortForward", cri::PortForwardRequest, cri::PortForwardResponse, of_pod, pod_sandbox_id;
     "StartContainer", cri::StartContainerRequest, cri::StartContainerResponse, of_container, container_id;
     "StopContainer", cri::StopContainerRequest, cri::StopContainerResponse, of_container, container_id;

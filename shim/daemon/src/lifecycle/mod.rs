@@ -1,8 +1,9 @@
 //! Finds, creates and controls the pods of this node. Each pod is an actor (`actor/`), which runs the effects in `pod/`, `container/`
-//! and `volume/` as tasks of their own; `node/` passes requests to the actors. All of them use `context/`, which uses none of them. It
+//! and `volume/` as tasks of their own; `checkpoint/` saves running pods; `node/` passes requests to the actors. All of them use `context/`, which uses none of them. It
 //! knows nothing of CRI.
 
 mod actor;
+mod checkpoint;
 mod container;
 mod context;
 mod node;
@@ -11,6 +12,7 @@ pub(crate) mod template;
 mod volume;
 
 pub use actor::announce;
+pub use checkpoint::{CheckpointError, CheckpointOrder};
 pub use context::boot_files::{BootFileError, BootFiles};
 pub use context::engine::EngineChoice;
 pub(crate) use context::error::at;

@@ -4,6 +4,7 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub mod checkpoints;
 pub mod image;
 pub mod pods;
 
@@ -207,6 +208,8 @@ pub struct World {
     pub user_count: u32,
     /// `network.gc_interval` of its daemons.
     pub gc_interval: Duration,
+    /// The engine of handlers that name none.
+    pub fitting: EngineKind,
     /// `metrics.address` of its daemons.
     pub metrics: Option<MetricsAddress>,
 }
@@ -247,7 +250,8 @@ impl World {
             Arc::new(FakeNetworks { script: Arc::clone(&script), netns: Mutex::default(), attached: Mutex::default() });
         let Config { jail, network, .. } = Config::default();
         let (user_count, gc_interval) = (jail.user_count, network.gc_interval);
-        let world = World { root, script, pods, networks, runtime, user_count, gc_interval, metrics: None };
+        let fitting = EngineKind::Qemu;
+        let world = World { root, script, pods, networks, runtime, user_count, gc_interval, fitting, metrics: None };
         image::load(&world);
         world
     }
@@ -294,7 +298,7 @@ impl World {
         let setup = DaemonSetup {
             config,
             engine: EngineChoice {
-                fitting: EngineKind::Qemu,
+                fitting: self.fitting,
                 agent: "/usr/bin/nacelle-agent".into(),
                 keeper: "/usr/bin/nacelle-keeper".into(),
                 qemu: "/usr/bin/qemu".into(),

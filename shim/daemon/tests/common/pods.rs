@@ -2,6 +2,7 @@
 //! containers in memory and records them as the real one does.
 
 use super::Script;
+use super::checkpoints::FakeCheckpoints;
 use nacelle_base::descriptors::receive_descriptor;
 use nacelle_daemon::lifecycle::services::{Admit, Pods};
 use nacelle_model::process::PodProcess;
@@ -120,7 +121,7 @@ impl FakePods {
         let listener =
             tokio::net::UnixListener::bind(nacelle_pod::SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir))).unwrap();
         let streams = nacelle_pod::STREAM_SOCKET_FILE.in_jail(&nacelle_pod::jail_dir(dir));
-        runtime.spawn(receive_offers(tokio::net::UnixListener::bind(streams).unwrap()));
+        runtime.spawn(receive_offers(tokio::net::UnixListener::bind(streams).unwrap(), Arc::clone(&pod)));
         let service = proto::pod_server::PodServer::new(Service(Arc::clone(&pod))).max_encoding_message_size(64 << 20);
         let serving = nacelle_proto::server::builder()
             .add_service(service)
@@ -132,9 +133,11 @@ impl FakePods {
     }
 }
 
-/// Accepts the files of images, and logs, to each of which it writes a line; keeps each connection until the daemon closes it.
-async fn receive_offers(listener: tokio::net::UnixListener) {
+/// Accepts the files of images and checkpoints, and logs, to each of which it writes a line; keeps each connection until the daemon closes
+/// it.
+async fn receive_offers(listener: tokio::net::UnixListener, pod: Arc<FakePod>) {
     while let Ok((mut connection, _)) = listener.accept().await {
+        let pod = Arc::clone(&pod);
         tokio::spawn(async move {
             let length = connection.read_u32_le().await.unwrap();
             let mut bytes = vec![0; usize::try_from(length).unwrap()];
@@ -143,8 +146,10 @@ async fn receive_offers(listener: tokio::net::UnixListener) {
             let count = match open.stream() {
                 common::Stream::Image => open.descriptors,
                 common::Stream::Log => 1,
+                common::Stream::Checkpoint => 3,
                 other => panic!("unexpected: {other:?}"),
             };
+            let mut files = Vec::new();
             for _ in 0..count {
                 let received = connection.async_io(Interest::READABLE, || receive_descriptor(&connection)).await;
                 let mut file = std::fs::File::from(received.unwrap());
@@ -152,10 +157,15 @@ async fn receive_offers(listener: tokio::net::UnixListener) {
                 if open.stream() == common::Stream::Log {
                     std::io::Write::write_all(&mut file, format!("the log of {}\n", open.id).as_bytes()).unwrap();
                 }
+                files.push(file);
             }
+            let is_checkpoint = open.stream() == common::Stream::Checkpoint;
+            let offer = is_checkpoint.then(|| pod.checkpoints.offer(open.name, std::mem::take(&mut files)));
+            drop(files);
             // An empty message: the stream is open.
             connection.write_u32_le(0).await.unwrap();
             let _ = connection.read(&mut [0]).await;
+            drop(offer);
         });
     }
 }
@@ -243,6 +253,7 @@ pub struct FakePod {
     pub exec: Mutex<Option<Result<proto::ExecSyncResponse, Status>>>,
     /// The statistics of its containers; `None`: the request hangs.
     pub stats: Mutex<Option<proto::StatsResponse>>,
+    pub checkpoints: FakeCheckpoints,
 }
 
 fn now() -> i64 {
@@ -269,6 +280,7 @@ impl FakePod {
             configured: Mutex::default(),
             exec: Mutex::default(),
             stats: Mutex::new(Some(proto::StatsResponse::default())),
+            checkpoints: FakeCheckpoints::new(spec),
         }
     }
 
@@ -295,7 +307,7 @@ impl FakePod {
         });
     }
 
-    async fn step(&self, name: &'static str) -> Result<(), Status> {
+    pub(super) async fn step(&self, name: &'static str) -> Result<(), Status> {
         if self.script.conflicts(name) {
             return Err(Status::failed_precondition(format!("{name} is not possible now")));
         }
@@ -439,8 +451,11 @@ impl proto::pod_server::Pod for Service {
         }
     }
 
-    async fn checkpoint(&self, _: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointResponse> {
-        Err(Status::unimplemented("later"))
+    async fn checkpoint(&self, request: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointResponse> {
+        let (pod, request) = (Arc::clone(&self.0), request.into_inner());
+        // A daemon that disconnects does not end it: the end of the offer does.
+        let saved = tokio::spawn(async move { pod.checkpoints.save(&pod, request).await });
+        saved.await.unwrap().map(Response::new)
     }
 
     async fn stop(&self, _: Request<proto::StopRequest>) -> Answer<common::Empty> {

@@ -15,7 +15,7 @@ const MAX_REPLY: usize = 256 << 10;
 
 /// The files of a checkpoint, empty and open for writing.
 #[derive(Debug)]
-pub struct CheckpointFiles {
+pub struct CheckpointWriters {
     /// The file for the state of the vCPUs and devices.
     pub state: File,
     /// The file for the memory.
@@ -35,7 +35,7 @@ impl PodClient {
         &self,
         name: &str,
         container_ids: Vec<String>,
-        files: CheckpointFiles,
+        files: CheckpointWriters,
         stop: impl Future<Output = ()>,
     ) -> Result<proto::CheckpointResponse, ClientError> {
         tokio::pin!(stop);
@@ -64,9 +64,9 @@ impl PodClient {
     async fn offer_checkpoint(
         &self,
         name: &str,
-        files: CheckpointFiles,
+        files: CheckpointWriters,
     ) -> Result<tokio::net::UnixStream, ClientError> {
-        let CheckpointFiles { state, memory, scratch } = files;
+        let CheckpointWriters { state, memory, scratch } = files;
         let descriptors: [OwnedFd; 3] = [state.into(), memory.into(), scratch.into()];
         let open = proto::StreamOpen {
             stream: common::Stream::Checkpoint.into(),

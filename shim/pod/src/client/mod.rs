@@ -16,7 +16,7 @@ mod template;
 mod unrecorded;
 
 pub use changes::PodStateChanges;
-pub use checkpoint::CheckpointFiles;
+pub use checkpoint::CheckpointWriters;
 pub use cleanup::{clean_up, was_oom_killed};
 pub use error::ClientError;
 pub use log_file::{LogFileError, open_log};

@@ -1,6 +1,7 @@
 //! Provides the requests on pods and containers. Each request finds the pod's actor in the table, sends it a message and waits for
 //! the response. It knows nothing of CRI.
 
+mod checkpoint;
 pub mod recover;
 pub(crate) mod running;
 mod templates;
@@ -11,6 +12,7 @@ use super::actor;
 use super::actor::announce::Announced;
 use super::actor::message::{Answer, Begin, Message};
 use super::actor::table::{Handle, Known, Table, ignore_not_found};
+use super::checkpoint::Checkpoints;
 use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
@@ -43,6 +45,7 @@ use vms::held;
 pub struct Node {
     services: Arc<NodeServices>,
     table: Arc<Table>,
+    checkpoints: Checkpoints,
 }
 
 impl Node {

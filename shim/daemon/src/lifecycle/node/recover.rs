@@ -7,6 +7,7 @@ use crate::lifecycle::actor;
 use crate::lifecycle::actor::announce::Announced;
 use crate::lifecycle::actor::message::{Begin, Message};
 use crate::lifecycle::actor::table::{Handle, Table, send_request};
+use crate::lifecycle::checkpoint::Checkpoints;
 use crate::lifecycle::context::text::clip;
 use crate::lifecycle::context::{NodeServices, unix_nanos};
 use crate::metrics::EventCounters;
@@ -123,7 +124,8 @@ impl Node {
         }
         // Before any pod is recovered, because requests may come while the recovery continues.
         let users = PodUsers::new(&services.config.jail, contents.pods.iter().filter_map(|pod| pod.user));
-        let node = Node { services: Arc::new(services), table: Arc::new(Table::new(users)) };
+        let table = Arc::new(Table::new(users));
+        let node = Node { services: Arc::new(services), table, checkpoints: Checkpoints::default() };
         remove_orphans(&node.services, &contents.pods).await;
         let mut containers: BTreeMap<PodId, Vec<ContainerRecord>> = BTreeMap::new();
         for container in contents.containers {

@@ -78,9 +78,9 @@ struct KeyContent<'a> {
 impl KeyBase {
     /// Reads what identifies this node; blocks for a moment.
     pub(crate) fn read(program: PathBuf) -> KeyBase {
-        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let mut node = vec![read("/proc/sys/kernel/osrelease").trim().to_owned()];
-        node.extend(cpu_lines(&read("/proc/cpuinfo")));
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let mut node = vec![release.trim().to_owned()];
+        node.extend(node_cpu());
         KeyBase { program, node }
     }
 
@@ -100,6 +100,11 @@ impl KeyBase {
         let text = serde_json::to_vec(&content).unwrap_or_default();
         Ok(TemplateKey(Digest::of(&text).hex().chars().take(KEY_DIGITS).collect()))
     }
+}
+
+/// Returns the lines of `/proc/cpuinfo` that tell CPUs apart, of the node's first CPU. Blocks for a moment.
+pub(crate) fn node_cpu() -> Vec<String> {
+    cpu_lines(&std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default()).collect()
 }
 
 /// Returns the lines of the first CPU that tell CPUs apart.

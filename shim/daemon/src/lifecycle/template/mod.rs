@@ -6,7 +6,7 @@ mod image;
 mod key;
 
 pub(crate) use catalogue::{MissReason, Retry, TemplateCatalogue, TemplateEntry, TemplateFor, TemplateState};
-pub(crate) use key::{KeyBase, TemplateKey};
+pub(crate) use key::{KeyBase, TemplateKey, node_cpu};
 
 use super::context::error::LifecycleError;
 use super::context::services::Pods;
