@@ -3,6 +3,7 @@
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
 use std::path::Path;
+use std::time::Duration;
 use tonic::Status;
 use tonic::transport::Channel;
 
@@ -96,4 +97,25 @@ pub async fn exec(
     let cmd = command.iter().map(|word| (*word).to_owned()).collect();
     let request = cri::ExecSyncRequest { container_id: container_id.to_owned(), cmd, timeout };
     Ok(cri.exec_sync(request).await?.into_inner())
+}
+
+/// Saves a running pod into an empty directory; the request has this time limit.
+///
+/// # Errors
+/// The daemon's.
+pub async fn checkpoint(
+    cri: &mut CriClient,
+    pod: &CriPod,
+    container_ids: &[&str],
+    output: &Path,
+    limit: Duration,
+) -> Result<(), Status> {
+    let mut request = tonic::Request::new(cri::CheckpointPodRequest {
+        pod_sandbox_id: pod.id.clone(),
+        output_path: output.display().to_string(),
+        container_ids: container_ids.iter().map(|id| (*id).to_owned()).collect(),
+        ..Default::default()
+    });
+    request.set_timeout(limit);
+    cri.checkpoint_pod(request).await.map(drop)
 }
