@@ -126,8 +126,14 @@ impl Guest {
     }
 
     async fn shake_hands(nics: Vec<NicSpec>, change: impl FnOnce(&mut BootConfig)) -> Option<(Raw, BootReport)> {
+        // ci/test runs these tests outside of nodes, in which the guest would be emulated twice.
+        let is_in_node = std::env::var_os("NODE_ENDED").is_some();
         let files = match needs() {
-            Ok(files) => files,
+            Ok(files) if !is_in_node => files,
+            Ok(_) => {
+                println!("skipped: QEMU is emulated in a node");
+                return None;
+            }
             Err(why) => {
                 println!("skipped: {why}");
                 return None;
