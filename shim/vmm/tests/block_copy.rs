@@ -19,7 +19,7 @@ const PAGE: u64 = 4096;
 const SECTORS: u64 = PAGE / 512;
 /// The size of the disk: more than one unit of copying, and not a multiple of a page.
 const SIZE: u64 = (3 << 20) + 512;
-static GOES_ON: AtomicBool = AtomicBool::new(false);
+static NO_STOP: AtomicBool = AtomicBool::new(false);
 
 /// A disk in whose every fourth page there is a hole, and its guest.
 struct World {
@@ -88,7 +88,7 @@ fn a_copy_holds_what_the_disk_held_when_it_began() {
     assert_eq!(request(&mut world.front_end, WRITE, SIZE / 512 - 1, &[0xaf; 512], 0).0, 0);
     let after = world.content();
     world.slot.resize(SIZE + (1 << 20)).unwrap();
-    let copied = copy.finish(&GOES_ON).unwrap();
+    let copied = copy.finish(&NO_STOP).unwrap();
     assert!(std::fs::read(world.target()).unwrap() == before, "as it was");
     assert!(world.content()[..SIZE as usize] == after, "the disk is as the guest has written it");
     let kib = std::fs::metadata(world.target()).unwrap().blocks() / 2;
@@ -101,7 +101,7 @@ fn a_copy_holds_what_the_disk_held_when_it_began() {
     assert!(std::fs::read(world.target()).unwrap() == before, "a complete copy does not change");
     std::fs::remove_file(world.target()).unwrap();
     let now = world.content();
-    world.begin().finish(&GOES_ON).unwrap();
+    world.begin().finish(&NO_STOP).unwrap();
     assert!(std::fs::read(world.target()).unwrap() == now);
 }
 
@@ -112,7 +112,7 @@ fn a_disk_is_copied_while_the_guest_writes() {
         let before = world.content();
         let copy = world.begin();
         let copied = std::thread::scope(|scope| {
-            let copied = scope.spawn(|| copy.finish(&GOES_ON).unwrap());
+            let copied = scope.spawn(|| copy.finish(&NO_STOP).unwrap());
             let mut page = round;
             for number in 0..40 {
                 page = (page * 31 + 17) % (SIZE / PAGE - 2);
@@ -142,7 +142,7 @@ fn a_copy_that_fails_does_not_fail_the_guest() {
     assert!(matches!(other, Err(BlockError::Copying { .. })), "{other:?}");
     world.write(1, &[0xaa; PAGE as usize]);
     world.write(2, &[0xab; PAGE as usize]);
-    let failed = copy.finish(&GOES_ON);
+    let failed = copy.finish(&NO_STOP);
     assert!(matches!(&failed, Err(BlockError::Copy { source, .. }) if source.raw_os_error() == Some(libc::EPERM)));
 
     // Another one is stopped, a third one abandoned; both end for the guest.
@@ -205,6 +205,6 @@ fn a_copy_shares_the_blocks_of_the_disk_where_that_is_possible() {
     let copy = prepared.begin().unwrap();
     world.write(1, &[0xaa; PAGE as usize]);
     world.slot.resize(SIZE + (1 << 20)).unwrap();
-    assert_eq!(copy.finish(&GOES_ON).unwrap(), CopiedDisk::default());
+    assert_eq!(copy.finish(&NO_STOP).unwrap(), CopiedDisk::default());
     assert!(std::fs::read(world.target()).unwrap() == before);
 }

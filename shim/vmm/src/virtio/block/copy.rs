@@ -7,6 +7,7 @@
 
 use super::{BlockError, Slot};
 use crate::pages::{MAX_RUN_BYTES, PAGE, PageSet, has_data, is_zero, runs_of_pages};
+use nacelle_base::retry::retry_interrupted;
 use rustix::fs::ioctl_ficlone;
 use std::fs::File;
 use std::io;
@@ -46,7 +47,6 @@ pub struct CopiedDisk {
 #[derive(Debug)]
 pub(super) struct PendingCopy {
     source: Arc<File>,
-    target: File,
     /// The size of the disk in bytes.
     length: u64,
     /// The number of threads that wait for the lock to change the disk. The thread that copies lets them go first.
@@ -56,12 +56,20 @@ pub(super) struct PendingCopy {
 
 #[derive(Debug)]
 struct CopyProgress {
-    /// The pages that are in the target, or zero. `None`: the copy has ended.
-    done: Option<PageSet>,
-    buffer: Vec<u8>,
+    /// `None`: the copy has ended.
+    open: Option<OpenCopy>,
     copied: CopiedDisk,
     /// The first error. The copy has ended then.
     failure: Option<io::Error>,
+}
+
+/// What a copy needs until it ends. Requests that are being served may keep the rest longer.
+#[derive(Debug)]
+struct OpenCopy {
+    target: File,
+    /// The pages that are in the target, or zero.
+    done: PageSet,
+    buffer: Vec<u8>,
 }
 
 impl Slot {
@@ -71,7 +79,11 @@ impl Slot {
         let source = self.writable_file("copy")?;
         let failed = |source| self.copy_failed(source);
         target.set_len(0).map_err(failed)?;
-        let shares_blocks = ioctl_ficlone(&target, &*source).is_ok();
+        let shares_blocks = retry_interrupted(|| ioctl_ficlone(&target, &*source)).is_ok();
+        if !shares_blocks {
+            // It may have failed after some of the blocks.
+            target.set_len(0).map_err(failed)?;
+        }
         target.set_len(self.capacity()).map_err(failed)?;
         Ok(PreparedCopy { slot: self.clone(), target, shares_blocks })
     }
@@ -89,19 +101,21 @@ impl PreparedCopy {
         let failed = |source| slot.copy_failed(source);
         let (source, length) = (slot.writable_file("copy")?, slot.capacity());
         if shares_blocks {
-            ioctl_ficlone(&target, &*source).map_err(|error| failed(error.into()))?;
+            retry_interrupted(|| ioctl_ficlone(&target, &*source)).map_err(|error| failed(error.into()))?;
             target.set_len(length).map_err(failed)?;
             return Ok(DiskCopy { slot, target, pending: None });
         }
         target.set_len(length).map_err(failed)?;
         let pending = Arc::new(PendingCopy {
             source,
-            target: target.try_clone().map_err(failed)?,
             length,
             changing: AtomicUsize::new(0),
             progress: Mutex::new(CopyProgress {
-                done: Some(PageSet::new(length)),
-                buffer: vec![0; MAX_RUN_BYTES],
+                open: Some(OpenCopy {
+                    target: target.try_clone().map_err(failed)?,
+                    done: PageSet::new(length),
+                    buffer: vec![0; MAX_RUN_BYTES],
+                }),
                 copied: CopiedDisk::default(),
                 failure: None,
             }),
@@ -154,10 +168,8 @@ impl PendingCopy {
 
     /// Returns whether the disk must keep what a part of this range holds, until that is copied.
     pub fn needs(&self, at: u64, length: u64) -> bool {
-        self.lock()
-            .done
-            .as_ref()
-            .is_some_and(|done| done.first_gap(self.pages_of(at..at.saturating_add(length))).is_some())
+        let pages = self.pages_of(at..at.saturating_add(length));
+        self.lock().open.as_ref().is_some_and(|open| open.done.first_gap(pages).is_some())
     }
 
     /// Returns the range of the pages that this range touches.
@@ -173,51 +185,54 @@ impl PendingCopy {
         }
         let mut progress = self.lock();
         self.copy(&mut progress, range);
-        progress.done.is_some()
+        progress.open.is_some()
     }
 
-    /// Ends the copy: nothing is written to the target afterwards. Returns the first error.
+    /// Ends the copy: the target is closed here and nothing is written to it afterwards. Returns the first error.
     fn end(&self) -> io::Result<CopiedDisk> {
         let mut progress = self.lock();
-        progress.done = None;
-        progress.buffer = Vec::new();
+        progress.open = None;
         progress.failure.take().map_or(Ok(progress.copied), Err)
     }
 
     /// Copies the pages of a range that are not done. The first error ends the copy.
     fn copy(&self, progress: &mut CopyProgress, range: Range<u64>) {
         let mut rest = self.pages_of(range);
-        while let Some(run) = progress.done.as_ref().and_then(|done| done.first_gap(rest.clone())) {
+        while let Some(open) = &mut progress.open
+            && let Some(run) = open.done.first_gap(rest.clone())
+        {
             rest.start = run.end;
-            match self.copy_run(run.start..run.end.min(self.length), &mut progress.buffer) {
+            match open.copy_run(&self.source, run.start..run.end.min(self.length)) {
                 Ok(bytes) => {
                     progress.copied.copied += bytes;
-                    progress.done.as_mut().into_iter().for_each(|done| done.insert_all(run.clone()));
+                    open.done.insert_all(run);
                 }
                 Err(error) => {
                     progress.failure = Some(error);
-                    progress.done = None;
+                    progress.open = None;
                 }
             }
         }
     }
 
+    fn lock(&self) -> MutexGuard<'_, CopyProgress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OpenCopy {
     /// Copies a range of at most [`MAX_RUN_BYTES`]. Returns the size of the pages that are not zero.
-    fn copy_run(&self, range: Range<u64>, buffer: &mut [u8]) -> io::Result<u64> {
-        if !has_data(&self.source, range.clone()) {
+    fn copy_run(&mut self, source: &File, range: Range<u64>) -> io::Result<u64> {
+        if !has_data(source, range.clone()) {
             return Ok(0);
         }
-        let part = buffer.get_mut(..(range.end - range.start) as usize).unwrap_or_default();
-        self.source.read_exact_at(part, range.start)?;
+        let part = self.buffer.get_mut(..(range.end - range.start) as usize).unwrap_or_default();
+        source.read_exact_at(part, range.start)?;
         let mut bytes = 0;
         for (start, run) in runs_of_pages(part, |_, page| !is_zero(page)) {
             self.target.write_all_at(run, range.start + start as u64)?;
             bytes += run.len() as u64;
         }
         Ok(bytes)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CopyProgress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
