@@ -108,10 +108,10 @@ pub async fn connect(dir: &Path) -> Result<PodClient, ClientError> {
 }
 
 /// Returns the features that the specification implies of a process from before Hello, which refuses specifications with fields
-/// that it does not know: these two fields are newer than all features. Blocks.
+/// that it does not know: these two fields are newer than the features that it can have. Blocks.
 fn features_of_specification(dir: &Path) -> PodFeatureSet {
     match PodSpec::read_if_present(dir) {
-        Ok(Some(spec)) if spec.has_sockets || spec.template.is_some() => PodFeature::ALL.into_iter().collect(),
+        Ok(Some(spec)) if spec.has_sockets || spec.template.is_some() => PodFeature::before_hello().collect(),
         _ => PodFeatureSet::BASE,
     }
 }

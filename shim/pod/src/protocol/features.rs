@@ -52,8 +52,12 @@ impl PodFeature {
         }
     }
 
+    /// Returns the features that a process from before Hello may have.
+    pub(crate) fn before_hello() -> impl Iterator<Item = PodFeature> {
+        PodFeature::ALL.into_iter().filter(|feature| feature.since() == 1)
+    }
+
     /// Returns the minor version that added the feature.
-    #[cfg(test)]
     pub(super) const fn since(self) -> u32 {
         match self {
             PodFeature::AnonymousVolumes

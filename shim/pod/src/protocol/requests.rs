@@ -239,7 +239,7 @@ mod tests {
         }
     }
 
-    /// The RPCs that need a feature, with what a peer without it is told.
+    /// The RPCs that need a feature, with the refusal for a peer without it.
     const REFUSALS: [(PodRpc, PodFeature, &str); 2] = [
         (
             PodRpc::StartGuestShell,
