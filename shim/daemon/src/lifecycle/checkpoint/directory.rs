@@ -129,6 +129,8 @@ impl CheckpointDirectory {
         check()?;
         self.create(COMPLETE_FILE)?.sync_all().map_err(self.failed("flush", COMPLETE_FILE))?;
         self.flush()?;
+        // The caller may have given up meanwhile; then the files are removed, this one first.
+        check()?;
         self.is_complete = true;
         Ok(())
     }
