@@ -202,7 +202,10 @@ async fn keep_frozen<F>(
             return;
         }
     };
-    if tokio::time::timeout(lease, is_restored.wait_for(|restored| *restored)).await.is_ok() {
+    if tokio::time::timeout(lease, is_restored.wait_for(|restored| *restored))
+        .await
+        .is_ok_and(|received| received.is_ok())
+    {
         tracing::info!(
             "the VM was restored while the pod was held: the containers are frozen until the pod is released"
         );

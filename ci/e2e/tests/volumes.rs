@@ -442,7 +442,7 @@ fn file_systems_without_acls_are_readable_by_users_that_do_not_own_them() {
     let container = pod.start(sleeps.set("mounts", mounts).set("linux", user));
     assert!(!container.exec("ls /node/mm").ok().is_empty());
     assert!(!container.exec("cat /node/mm/transparent_hugepage/enabled").ok().is_empty());
-    // Whoever asks for the ACL itself learns that there is none.
+    // getfacl(1) finds none, and cp -p copies none.
     container.exec("cp -p /node/mm/transparent_hugepage/enabled /tmp/copy").ok();
     pod.remove();
     assert_eq!(node.leaked(), Vec::<String>::new());

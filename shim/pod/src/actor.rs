@@ -10,6 +10,7 @@ mod devices;
 
 use crate::agent::Agent;
 use crate::boot::{self, ReadyGuest, StartedVm};
+use crate::checkpoint::SavablePod;
 use crate::clock::{self, ClockSteps};
 use crate::container::{self, AttachOutcome, ContainerExit, StartedContainer};
 use crate::copied_volumes::CopiedVolumes;
@@ -66,8 +67,8 @@ pub enum ActorRequest {
     WithdrawOffer(u64),
     /// Save the pod, whose memory is not resized meanwhile.
     Checkpoint(pod::CheckpointRequest, MemoryResizer, Reply<Bounded<pod::CheckpointResponse>>),
-    /// Return the images on the image disk.
-    ListImages(oneshot::Sender<Vec<pod::PlacedImage>>),
+    /// Return what the pod has at the moment, unless it cannot be saved.
+    DescribeSavable(oneshot::Sender<Result<SavablePod, PodError>>),
     /// Run a command in a container.
     ExecSync(pod::ExecSyncRequest, Reply<Bounded<pod::ExecSyncResponse>>),
     /// Return a running container.
@@ -276,7 +277,7 @@ impl PodActor {
             }
             ActorRequest::Checkpoint(request, memory, reply) => self.checkpoint(&request, memory, reply),
             // The checkpoint may have ended meanwhile.
-            ActorRequest::ListImages(reply) => drop(reply.send(self.list_images())),
+            ActorRequest::DescribeSavable(reply) => drop(reply.send(self.describe_savable())),
             ActorRequest::ExecSync(request, reply) => self.exec_sync(request, reply),
             ActorRequest::GetContainer(id, reply) => send_reply(reply, self.running_container(&id)),
             ActorRequest::GetVm(reply) => {

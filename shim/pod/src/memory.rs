@@ -93,9 +93,9 @@ pub fn check_request(spec: &PodSpec, requested: u64) -> Result<(), PodError> {
 impl MemoryResizer {
     /// Brings `requested` bytes of the hot-plug memory into use; returns how many are in use then.
     pub async fn set(&self, vm: RunningVm, requested: u64) -> Result<Bounded<SetMemoryResponse>, PodError> {
-        let serial = Arc::clone(&self.0);
+        // A caller that has gone while it waits changes nothing.
+        let mut in_use = Arc::clone(&self.0).lock_owned().await;
         let task = tokio::spawn(async move {
-            let mut in_use = serial.lock_owned().await;
             // A resize that fails restores what was in use.
             let used = resize(vm, requested).await?;
             *in_use = used.bytes;

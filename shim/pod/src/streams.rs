@@ -104,9 +104,9 @@ async fn receive_offer(
     open: pod::StreamOpen,
     inbox: &mpsc::UnboundedSender<ActorMessage>,
 ) -> Result<(), PodError> {
-    if count as usize > MAX_EXTENTS {
-        let rule = "an image has at most 512 files";
-        let failure = PodError::Field { field: "descriptors", value: count.to_string(), rule }.into();
+    if count as usize > MAX_EXTENTS || (kind == OfferKind::Checkpoint && open.descriptors != count) {
+        let rule = "an image has at most 512 files, and a checkpoint has three";
+        let failure = PodError::Field { field: "descriptors", value: open.descriptors.to_string(), rule }.into();
         return write_frame(&mut client, &refusal(failure), PREAMBLE_LIMIT).await;
     }
     let mut files = Vec::with_capacity(count as usize);

@@ -172,7 +172,8 @@ async fn a_checkpoint_is_alone_and_ends_with_its_pod() {
         let second = world.client.checkpoint("second", vec!["a".into()], world.files(), std::future::pending()).await;
         let second = second.unwrap_err();
         assert!(text(&second).contains("another checkpoint of it is in progress"), "{}", text(&second));
-        assert!(tokio::time::timeout(Duration::from_millis(50), world.client.set_memory(128 << 20)).await.is_err());
+        // The containers run again, and so do other requests.
+        assert_eq!(world.client.set_memory(128 << 20).await.unwrap(), 128 << 20);
         world.client.stop(GRACE).await.unwrap();
     };
     let (first, ()) = tokio::time::timeout(LIMIT, async { tokio::join!(first, meanwhile) }).await.unwrap();
@@ -209,5 +210,45 @@ async fn what_cannot_be_saved_is_refused_before_anything_is_frozen() {
     let world = World { fixture, client };
     let refused = world.save(&[]).await.unwrap_err();
     assert!(text(&refused).contains("that needs engine kvm"), "{}", text(&refused));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_that_starts_meanwhile_is_not_saved_silently() {
+    let world = World::new(SaveFailure::None).await;
+    // Before the containers are frozen.
+    world.fixture.agent.fault("sync", RpcFault::Wait(Duration::from_secs(1)));
+    let meanwhile = async {
+        eventually("it has begun", || world.fixture.agent.calls_of("sync") > 0).await;
+        world.run("b", &json!([])).await;
+    };
+    let (saved, ()) = tokio::join!(world.save(&["a"]), meanwhile);
+    let refused = saved.unwrap_err();
+    assert!(text(&refused).contains("the containers [a], and [a, b] run"), "{}", text(&refused));
+    world.check_released().await;
+
+    let shared = json!([{"destination": "/data", "source": "/run/nacelle/volumes/c/0"}]);
+    let meanwhile = async {
+        eventually("it has begun", || world.fixture.agent.calls_of("sync") > 1).await;
+        world.client.create_container(world.request("c", &shared)).await.unwrap();
+    };
+    let (saved, ()) = tokio::join!(world.save(&["a", "b"]), meanwhile);
+    let refused = saved.unwrap_err();
+    assert!(text(&refused).contains("container c has /data"), "{}", text(&refused));
+    world.check_released().await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_release_is_repeated() {
+    let world = World::new(SaveFailure::None).await;
+    world.fixture.agent.fault("release", RpcFault::Refuse(Code::Unavailable, "not now".into()));
+    let meanwhile = async {
+        eventually("it is repeated", || world.fixture.agent.calls_of("release") > 3).await;
+        world.fixture.agent.faults.lock().unwrap().clear();
+    };
+    let (saved, ()) = tokio::join!(world.save(&["a"]), meanwhile);
+    saved.unwrap();
+    world.check_released().await;
     world.end().await;
 }

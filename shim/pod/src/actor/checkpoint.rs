@@ -2,14 +2,13 @@
 
 use super::devices::OfferKind;
 use super::{EffectEvent, PodActor, Reply, VmStage, report, send_reply};
-use crate::checkpoint::{CheckpointJob, CheckpointTarget, PodToSave, check_container};
+use crate::checkpoint::{CheckpointJob, CheckpointTarget, PodToSave, SavablePod, check_container};
 use crate::error::{Failure, PodError};
 use crate::guest_values::Bounded;
 use crate::machine::{self, SCRATCH_DISK};
 use crate::memory::MemoryResizer;
 use crate::state::ContainerState;
 use nacelle_proto::pod;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -63,11 +62,7 @@ impl PodActor {
         let (Some(scratch), Some(tracker)) = (scratch, self.tracker.clone()) else {
             return Err(PodError::NoSavableVm.into());
         };
-        let has_ended =
-            |state| matches!(state, ContainerState::Gone | ContainerState::Exited | ContainerState::Removing);
-        for entry in self.containers.values().filter(|entry| !has_ended(entry.state)) {
-            check_container(&entry.request)?;
-        }
+        self.describe_savable()?;
         let no_files = || PodError::NoCheckpointFiles { name: request.name.clone() };
         let offer = self.find_offer(OfferKind::Checkpoint, "", &request.name).ok_or_else(no_files)?;
         let target = self.offers.remove(&offer).and_then(|offer| CheckpointTarget::new(offer.files));
@@ -77,11 +72,11 @@ impl PodActor {
             machine: Arc::clone(machine),
             scratch,
             expected: request.container_ids.iter().cloned().collect(),
-            known: self.containers.keys().cloned().collect::<BTreeSet<_>>(),
+            resizer,
             actor: self.events.clone(),
             stop: Arc::clone(&stop),
         };
-        let job = CheckpointJob { pod, target: target.ok_or_else(no_files)?, tracker, memory: *memory, resizer };
+        let job = CheckpointJob { pod, target: target.ok_or_else(no_files)?, tracker, memory: *memory };
         self.checkpoint = Some(RunningCheckpoint { offer, stop });
         Ok(job)
     }
@@ -100,13 +95,19 @@ impl PodActor {
         }
     }
 
-    pub(super) fn list_images(&self) -> Vec<pod::PlacedImage> {
-        let placed = self.images.placed().map(|(key, placement)| pod::PlacedImage {
+    /// Returns what the pod has at the moment, or why it cannot be saved.
+    pub(super) fn describe_savable(&self) -> Result<SavablePod, PodError> {
+        let has_ended =
+            |state| matches!(state, ContainerState::Gone | ContainerState::Exited | ContainerState::Removing);
+        for entry in self.containers.values().filter(|entry| !has_ended(entry.state)) {
+            check_container(&entry.request)?;
+        }
+        let images = self.images.placed().map(|(key, placement)| pod::PlacedImage {
             image_key: key.to_owned(),
             partition: placement.partition,
             offset: placement.offset,
             length: placement.length,
         });
-        placed.collect()
+        Ok(SavablePod { containers: self.containers.keys().cloned().collect(), images: images.collect() })
     }
 }

@@ -1,12 +1,13 @@
 //! Takes the steps of a checkpoint around the pause of the VM: freezes the containers before it, begins the copy of the scratch disk in it, and
 //! releases the containers after it.
 
-use super::{PodToSave, is_stop, wait_for};
+use super::{PodToSave, SavablePod, is_stop, wait_for};
 use crate::actor::{ActorMessage, ActorRequest};
 use crate::agent::{Agent, TOKEN_BYTES};
 use crate::error::PodError;
 use crate::guest_values::{Bounded, HeldContainers};
 use crate::machine::random;
+use crate::memory::ReserveInUse;
 use nacelle_base::Chain;
 use nacelle_base::task::TaskError;
 use nacelle_engine::{
@@ -26,8 +27,8 @@ use tokio::task::JoinHandle;
 const LEASE: Duration = Duration::from_secs(30);
 /// The part of the lease that must remain when the VM is paused: from then on the guest's time stands still.
 const LEASE_MARGIN: Duration = Duration::from_secs(5);
-/// How often the containers are released at most, if the agent does not answer.
-const RELEASE_ATTEMPTS: usize = 3;
+/// The time between two attempts to release the containers.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The steps around the pause.
 pub(super) struct HoldSteps<'a> {
@@ -42,6 +43,9 @@ pub(super) struct HoldSteps<'a> {
     /// When Hold was sent.
     held_at: Option<Instant>,
     held: Bounded<HeldContainers>,
+    /// Keeps resizes of the memory waiting until the VM runs again.
+    reserve: Option<ReserveInUse>,
+    reserve_bytes: u64,
     images: Vec<pod::PlacedImage>,
     /// Returns for how long the containers were frozen.
     releasing: Option<JoinHandle<Duration>>,
@@ -64,6 +68,8 @@ impl<'a> HoldSteps<'a> {
             copying: None,
             held_at: None,
             held: Bounded::default(),
+            reserve: None,
+            reserve_bytes: 0,
             images: Vec::new(),
             releasing: None,
             failure: None,
@@ -77,7 +83,14 @@ impl<'a> HoldSteps<'a> {
         saved: Result<RunningSaveReport, EngineError>,
         figures: pod::CheckpointResponse,
     ) -> Result<Bounded<pod::CheckpointResponse>, PodError> {
-        let saved = saved.map_err(|error| self.failure.take().unwrap_or(PodError::Engine(error)));
+        let saved = saved.map_err(|error| match (error, self.failure.take()) {
+            (EngineError::Step { .. }, Some(failure)) => failure,
+            (error, failure) => {
+                // The VM could not be resumed after that.
+                failure.inspect(|failure| tracing::error!("a checkpoint failed: {}", Chain(failure)));
+                PodError::Engine(error)
+            }
+        });
         if saved.is_err() {
             self.pod.stop.store(true, Ordering::Relaxed);
         }
@@ -101,40 +114,52 @@ impl<'a> HoldSteps<'a> {
             private_pages: saved.pages.private,
             paused_pages: saved.pages.paused,
             scratch_bytes: copied.copied,
+            reserve_bytes: self.reserve_bytes,
             images: self.images,
             ..figures
         }))
     }
 
     fn hold(&mut self) -> Result<(), PodError> {
-        if self.pod.stop.load(Ordering::Relaxed) {
-            return Err(PodError::CheckpointStopped);
+        let pod = self.pod;
+        // Dirty pages of the scratch disk are in the saved memory, too: this only makes the pause shorter.
+        match self.block_on(pod.agent.sync()) {
+            Ok(()) => {}
+            Err(PodError::CheckpointStopped) => return Err(PodError::CheckpointStopped),
+            Err(error) => {
+                tracing::info!("the guest did not write its dirty pages before it is saved: {}", Chain(&error))
+            }
         }
-        // Where files can share blocks, this flushes the disk: right before the pause, so that little remains to be flushed in it.
+        // Where files can share blocks, this flushes the disk.
         if let Some(target) = self.target.take() {
-            let prepared = self.pod.scratch.prepare_copy(target);
+            let prepared = pod.scratch.prepare_copy(target);
             self.prepared = Some(prepared.map_err(|source| PodError::CopyScratch { source })?);
         }
+        self.reserve = Some(self.block_on(async { Ok(pod.resizer.hold().await) })?);
         let held_at = *self.held_at.insert(Instant::now());
-        let hold = async {
-            tokio::select! {
-                held = self.pod.agent.hold(&self.token, LEASE) => held,
-                () = wait_for(&self.pod.stop) => Err(PodError::CheckpointStopped),
-            }
-        };
-        self.held = self.runtime.block_on(hold)?.bound(&self.pod.known);
-        if self.held.running != self.pod.expected {
-            return Err(other_containers(&self.pod.expected, &self.held.running));
+        let held = self.block_on(pod.agent.hold(&self.token, LEASE))?;
+        // The agent begins no change as long as it holds the containers, so no container appears from now on.
+        let now = self.block_on(describe(&pod.actor))?;
+        self.held = held.bound(&now.containers);
+        if self.held.running != pod.expected {
+            return Err(other_containers(&pod.expected, &self.held.running));
         }
-        // The agent attaches and detaches no image as long as it holds the containers.
-        self.images = self.runtime.block_on(list_images(&self.pod.actor))?;
+        self.images = now.images;
         if held_at.elapsed() + LEASE_MARGIN > LEASE {
-            return Err(PodError::TooSlow {
-                what: "pause the VM while its containers are frozen",
-                limit: LEASE - LEASE_MARGIN,
-            });
+            let limit = LEASE.saturating_sub(LEASE_MARGIN);
+            return Err(PodError::TooSlow { what: "pause the VM while its containers are frozen", limit });
         }
         Ok(())
+    }
+
+    /// Waits for a future on the async runtime, or until the checkpoint is stopped.
+    fn block_on<T>(&self, work: impl Future<Output = Result<T, PodError>>) -> Result<T, PodError> {
+        self.runtime.block_on(async {
+            tokio::select! {
+                done = work => done,
+                () = wait_for(&self.pod.stop) => Err(PodError::CheckpointStopped),
+            }
+        })
     }
 
     fn keep_failure(&mut self, outcome: Result<(), PodError>) -> Result<(), StepFailed> {
@@ -158,12 +183,13 @@ impl PauseSteps for HoldSteps<'_> {
                 Ok(())
             }
             Some(Err(source)) => Err(PodError::CopyScratch { source }),
-            None => Ok(()),
+            None => Err(PodError::NoSavableVm),
         };
         self.keep_failure(begun)
     }
 
     fn after_pause(&mut self) {
+        self.reserve_bytes = self.reserve.take().map_or(0, |reserve| reserve.bytes());
         if let Some(held_at) = self.held_at {
             let release = release(self.pod.agent.clone(), self.token, held_at);
             self.releasing = Some(self.runtime.spawn(release));
@@ -182,24 +208,27 @@ impl PauseSteps for HoldSteps<'_> {
     }
 }
 
-/// Releases the containers, and returns for how long they were frozen at most. If the agent does not answer, waits until its lease has ended.
+/// Releases the containers, and returns for how long they were frozen at most. Repeats that until the agent answers, or its lease has ended.
 async fn release(agent: Agent, token: [u8; TOKEN_BYTES], held_at: Instant) -> Duration {
-    for _ in 0..RELEASE_ATTEMPTS {
+    // It began before the VM was paused.
+    let end = Instant::now() + LEASE;
+    loop {
         match agent.release(&token).await {
             // Without a VM no container runs.
             Ok(()) | Err(PodError::Died { .. }) => return held_at.elapsed(),
             Err(error) => tracing::warn!("cannot release the containers after a checkpoint: {}", Chain(&error)),
         }
+        if Instant::now() >= end {
+            return held_at.elapsed();
+        }
+        tokio::time::sleep(RELEASE_INTERVAL).await;
     }
-    // It began before the VM was paused.
-    tokio::time::sleep(LEASE).await;
-    held_at.elapsed()
 }
 
-async fn list_images(actor: &mpsc::UnboundedSender<ActorMessage>) -> Result<Vec<pod::PlacedImage>, PodError> {
-    let (reply, images) = oneshot::channel();
-    actor.send(ActorMessage::Request(ActorRequest::ListImages(reply))).map_err(|_ended| PodError::Ending)?;
-    images.await.map_err(|_ended| PodError::Ending)
+async fn describe(actor: &mpsc::UnboundedSender<ActorMessage>) -> Result<SavablePod, PodError> {
+    let (reply, pod) = oneshot::channel();
+    actor.send(ActorMessage::Request(ActorRequest::DescribeSavable(reply))).map_err(|_ended| PodError::Ending)?;
+    pod.await.map_err(|_ended| PodError::Ending)?
 }
 
 fn other_containers(expected: &BTreeSet<String>, running: &BTreeSet<String>) -> PodError {

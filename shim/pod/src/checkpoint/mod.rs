@@ -15,10 +15,9 @@ use crate::actor::ActorMessage;
 use crate::agent::Agent;
 use crate::error::PodError;
 use crate::guest_values::Bounded;
-use crate::memory::{MemoryLayout, MemoryResizer, ReserveInUse};
+use crate::memory::{MemoryLayout, MemoryResizer};
 use crate::spec::{EngineSpec, PodSpec};
 use hold::HoldSteps;
-use nacelle_base::Chain;
 use nacelle_base::machine::MemoryPages;
 use nacelle_base::task::run_blocking;
 use nacelle_engine::{BlockError, EngineError, Machine, PageTracker, Slot, SnapshotError, SnapshotFiles};
@@ -31,7 +30,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
-/// Opens what tells which pages the VM will have written, if its engine can save it while it runs. Must be called before the jail, which has no
+/// Opens the files that show which pages the VM will have written, if its engine can save it while it runs. Must be called before the jail, which has no
 /// /proc, and before the VM exists.
 pub fn open_tracker(spec: &PodSpec) -> Option<PageTracker> {
     if !matches!(spec.engine, EngineSpec::Kvm {}) || spec.memory_pages != MemoryPages::Transparent {
@@ -75,9 +74,9 @@ pub struct PodToSave {
     pub scratch: Slot,
     /// The ids of the containers that the caller expects to run.
     pub expected: BTreeSet<String>,
-    /// The ids of all containers of the pod.
-    pub known: BTreeSet<String>,
-    /// The actor, which knows the images on the image disk.
+    /// Resizes the memory.
+    pub resizer: MemoryResizer,
+    /// The actor, which knows the containers and the images on the image disk.
     pub actor: mpsc::UnboundedSender<ActorMessage>,
     /// Makes the checkpoint fail soon when it becomes true.
     pub stop: Arc<AtomicBool>,
@@ -93,34 +92,31 @@ pub struct CheckpointJob {
     pub tracker: Arc<PageTracker>,
     /// The layout of the VM's memory.
     pub memory: MemoryLayout,
-    /// Resizes the memory. No resize runs meanwhile.
-    pub resizer: MemoryResizer,
+}
+
+/// What a pod without unsavable volumes and devices has at the moment.
+pub struct SavablePod {
+    /// The ids of all containers.
+    pub containers: BTreeSet<String>,
+    /// The images on the image disk.
+    pub images: Vec<pod::PlacedImage>,
 }
 
 impl CheckpointJob {
     /// Saves the pod. When this returns, the VM runs and its containers are released.
     pub async fn run(self) -> Result<Bounded<pod::CheckpointResponse>, PodError> {
-        // Dirty pages of the scratch disk are in the saved memory, too: this only makes the pause shorter.
-        if let Err(error) = self.pod.agent.sync().await {
-            tracing::info!("the guest did not write its dirty pages before it is saved: {}", Chain(&error));
-        }
-        let reserve = tokio::select! {
-            reserve = self.resizer.hold() => reserve,
-            () = wait_for(&self.pod.stop) => return Err(PodError::CheckpointStopped),
-        };
         let runtime = Handle::current();
-        run_blocking("save the pod", move || self.save(&reserve, &runtime)).await?
+        run_blocking("save the pod", move || self.save(&runtime)).await?
     }
 
-    fn save(self, reserve: &ReserveInUse, runtime: &Handle) -> Result<Bounded<pod::CheckpointResponse>, PodError> {
-        let CheckpointJob { pod, target, tracker, memory, resizer: _ } = self;
+    fn save(self, runtime: &Handle) -> Result<Bounded<pod::CheckpointResponse>, PodError> {
+        let CheckpointJob { pod, target, tracker, memory } = self;
         let snapshottable = pod.machine.as_snapshottable().ok_or(PodError::NoSavableVm)?;
         let mut steps = HoldSteps::new(&pod, runtime, target.scratch)?;
         let saved = snapshottable.save_running(&target.snapshot, &tracker, &pod.stop, &mut steps);
         let figures = pod::CheckpointResponse {
             booted_mib: memory.booted_mib,
             added_mib: memory.added_mib,
-            reserve_bytes: reserve.bytes(),
             ..pod::CheckpointResponse::default()
         };
         steps.finish(saved, figures).map_err(|error| if is_stop(&error) { PodError::CheckpointStopped } else { error })

@@ -17,7 +17,7 @@ const RESERVE: u64 = 1 << 30;
 type Check = fn(&[u8]);
 
 /// The types of all messages. The first byte of an input selects one.
-const CHECKS: [Check; 40] = [
+const CHECKS: [Check; 45] = [
     // From the guest to the pod process.
     agent_hello,
     boot_report,
@@ -63,6 +63,11 @@ const CHECKS: [Check; 40] = [
     only_decode::<agent::FollowClockRequest>,
     only_decode::<agent::SetSocketsRequest>,
     only_decode::<pod::HelloResponse>,
+    hold_response,
+    only_decode::<agent::HoldRequest>,
+    only_decode::<agent::ReleaseRequest>,
+    only_decode::<pod::CheckpointRequest>,
+    only_decode::<pod::CheckpointResponse>,
 ];
 
 /// Decodes one message: the number of its type and its bytes.
@@ -124,6 +129,14 @@ fn wait_response(bytes: &[u8]) {
     };
     let time = exit.finished_at.bound_time(100, 200);
     assert!((100..=200).contains(&time.into_inner()));
+}
+
+fn hold_response(bytes: &[u8]) {
+    let Some(held) = decode::<agent::HoldResponse>(bytes) else { return };
+    let known = ["a", "b"].map(str::to_owned).into();
+    let held = FromGuest::new(held).bound(&known);
+    assert!(held.running.is_subset(&known));
+    assert!(held.into_response(pod::CheckpointResponse::default()).undrained.len() <= known.len());
 }
 
 fn memory_response(bytes: &[u8]) {

@@ -19,6 +19,8 @@ use tonic::{Code, Request, Response, Status};
 pub enum RpcFault {
     /// The agent never replies.
     Hang,
+    /// The agent replies late.
+    Wait(std::time::Duration),
     /// The VM dies.
     Die,
     /// The agent replies with an error.
@@ -183,6 +185,10 @@ impl Service {
         match fault {
             None => Ok(()),
             Some(RpcFault::Hang) => std::future::pending().await,
+            Some(RpcFault::Wait(time)) => {
+                tokio::time::sleep(time).await;
+                Ok(())
+            }
             Some(RpcFault::Die) => {
                 self.0.die();
                 std::future::pending().await
