@@ -25,7 +25,7 @@ use tokio::task::JoinHandle;
 
 /// The time after which the agent releases the containers by itself.
 const LEASE: Duration = Duration::from_secs(30);
-/// The part of the lease that must remain when the VM is paused: from then on the guest's time stands still.
+/// The part of the lease that must remain when the VM is paused: from then on no time passes in the guest.
 const LEASE_MARGIN: Duration = Duration::from_secs(5);
 /// The time between two attempts to release the containers.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);

@@ -30,8 +30,8 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
-/// Opens the files that show which pages the VM will have written, if its engine can save it while it runs. Must be called before the jail, which has no
-/// /proc, and before the VM exists.
+/// Opens the files that show which pages the VM will have written, if its engine can save it while it runs. Must be called before the
+/// jail, which has no /proc, and before the VM exists.
 pub fn open_tracker(spec: &PodSpec) -> Option<PageTracker> {
     if !matches!(spec.engine, EngineSpec::Kvm {}) || spec.memory_pages != MemoryPages::Transparent {
         return None;
