@@ -9,7 +9,8 @@ use machine::{Guest, LIMIT, config, furnish, handshake, needs, place, spec};
 use nacelle_engine::Engine;
 use nacelle_engine::kvm::KvmEngine;
 use nacelle_proto::agent::{
-    ExecRequest, HoldRequest, HoldResponse, ReleaseRequest, RenewRequest, SignalRequest, WriteVolumeRequest,
+    ExecRequest, HoldRequest, HoldResponse, ReleaseRequest, RenewRequest, RestoreRequest, RestoredContainer,
+    SignalRequest, WriteVolumeRequest,
 };
 use nacelle_proto::common::{ContainerRef, Empty, Stream};
 use std::io::Read;
@@ -109,6 +110,14 @@ async fn release(guest: &mut Guest, token: u8) {
     guest.agent.release(ReleaseRequest { token: vec![token; 16] }).await.unwrap();
 }
 
+/// A request without a network, which the VMs of these tests do not have.
+fn restore_request(containers: &[(&str, &str)]) -> RestoreRequest {
+    let container =
+        |(saved_id, id): &(&str, &str)| RestoredContainer { saved_id: (*saved_id).into(), id: (*id).into() };
+    let containers = containers.iter().map(container).collect();
+    RestoreRequest { hostname: "another".into(), containers, ..RestoreRequest::default() }
+}
+
 fn assert_conflict<T: std::fmt::Debug>(result: Result<T, Status>, text: &str) {
     let error = result.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
@@ -144,7 +153,9 @@ fn a_held_pod_is_frozen_and_its_output_is_complete() {
         let (_, mut request) = machine::container("late", "");
         request.oci_spec = machine::container("late", "true").0.to_string().into_bytes();
         let create = tokio::spawn(async move { other.create_container(request).await });
-        assert_conflict(guest.agent.release(ReleaseRequest { token: vec![] }).await, "was not restored");
+        let tokenless = guest.agent.release(ReleaseRequest { token: vec![] }).await.unwrap_err();
+        assert_eq!(tokenless.code(), Code::InvalidArgument, "{tokenless}");
+        assert_conflict(guest.agent.restore(restore_request(&[("c1", "d1")])).await, "was not restored");
         release(&mut guest, 3).await;
         assert_eq!((counter.settle(), command.settle()), (counted, written));
         assert!(!start.is_finished() && !create.is_finished());
@@ -248,7 +259,7 @@ fn a_hold_ends_with_its_lease_or_is_cancelled_or_refused() {
 }
 
 #[test]
-fn a_restored_vm_is_held_until_it_is_released() {
+fn a_restored_vm_is_held_until_it_becomes_another_pod() {
     if let Err(why) = needs_kvm() {
         return println!("skipped: {why}");
     }
@@ -263,9 +274,14 @@ fn a_restored_vm_is_held_until_it_is_released() {
         let (hello, report) = handshake(&*machine.link(), &config(), directory.path());
         assert_eq!(report.error, "");
         let mut source = Guest::of(machine, directory, hello, true).await;
-        source.create("c1", COUNT, |_, _| ()).await;
-        source.start("c1").await;
+        for id in ["c1", "c2", "left"] {
+            source.create(id, COUNT, |_, _| ()).await;
+            source.start(id).await;
+        }
+        source.create("created", COUNT, |_, _| ()).await;
+        source.agent.exec(exec("c1", "e1", "sleep 1000; echo never")).await.unwrap();
         let counter = Output::of(&source, "c1", "");
+        let others = ["c2", "left"].map(|id| Output::of(&source, id, ""));
         counter.wait_for_more();
         hold(&mut source, 1, LEASE.as_millis() as u32).await.unwrap();
         counter.settle();
@@ -283,14 +299,62 @@ fn a_restored_vm_is_held_until_it_is_released() {
         let renew =
             RenewRequest { generation: vec![1; 16], time_unix_nanos: 2_000_000_000_000_000_000, entropy: vec![9; 32] };
         clone.agent.renew(renew).await.unwrap();
-        let counter = Output::of(&clone, "c1", "");
         tokio::time::sleep(LEASE + Duration::from_secs(2)).await;
-        assert_eq!(counter.length(), 0, "the clone is held");
+        let refusals = [
+            (restore_request(&[("c1", "d1"), ("none", "d2")]), Code::NotFound, "none did not run"),
+            (restore_request(&[("created", "d1")]), Code::NotFound, "created did not run"),
+            (restore_request(&[("c1", "d1"), ("c1", "d2")]), Code::InvalidArgument, "c1 twice"),
+            (restore_request(&[("c1", "d1"), ("c2", "d1")]), Code::InvalidArgument, "d1 twice"),
+            (restore_request(&[("c1", "../d")]), Code::InvalidArgument, "invalid id"),
+        ];
+        for (request, code, text) in refusals {
+            let refused = clone.agent.restore(request).await.unwrap_err();
+            assert!(refused.code() == code && refused.message().contains(text), "{refused}");
+        }
+        let request = restore_request(&[("c1", "d1"), ("c2", "d2")]);
         for _ in 0..2 {
-            clone.agent.release(ReleaseRequest { token: vec![] }).await.unwrap();
+            let restored = clone.agent.restore(request.clone()).await.unwrap().into_inner();
+            assert_eq!(restored.kernel_release, clone.hello.kernel_release);
+        }
+        assert_conflict(clone.agent.restore(restore_request(&[("c1", "d3")])).await, "was not restored");
+
+        // Only the named containers are there, by their new ids, and neither runs before it is started.
+        let ids = |containers: Vec<String>| containers.into_iter().collect::<std::collections::BTreeSet<_>>();
+        let expected = ids(vec!["d1".into(), "d2".into()]);
+        let listed = clone.agent.list_containers(Empty {}).await.unwrap().into_inner().containers;
+        assert_eq!(ids(listed.into_iter().map(|container| container.id).collect()), expected);
+        let usage = clone.agent.stats(Empty {}).await.unwrap().into_inner().containers;
+        assert!(usage.iter().all(|container| container.usage.is_some()), "{usage:?}");
+        assert_eq!(ids(usage.into_iter().map(|container| container.id).collect()), expected);
+        let (counter, second) = (Output::of(&clone, "d1", ""), Output::of(&clone, "d2", ""));
+        assert_conflict(clone.agent.exec(exec("d1", "e2", "true")).await, "is not running");
+        clone.create("d1", COUNT, |_, _| ()).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!((counter.length(), second.length()), (0, 0), "the containers wait for their start");
+        for _ in 0..2 {
+            clone.start("d1").await;
         }
         counter.wait_for_more();
-        clone.agent.signal(kill("c1", "")).await.unwrap();
+        assert_eq!(second.length(), 0);
+        // One that has not been started does not count as running, and does not run after a hold.
+        let held = hold(&mut clone, 5, LONG_LEASE).await.unwrap();
+        assert_eq!(held.running, ["d1"]);
+        release(&mut clone, 5).await;
+        counter.wait_for_more();
+        assert_eq!(second.length(), 0);
+        clone.start("d2").await;
+        second.wait_for_more();
+        clone.agent.exec(exec("d2", "e1", "echo here")).await.unwrap();
+        assert_eq!(clone.end("d2", "e1").await.code, 0);
+        for _ in 0..2 {
+            clone.agent.remove_container(ContainerRef { id: "d2".into() }).await.unwrap();
+        }
+        let old = clone.agent.remove_container(ContainerRef { id: "c1".into() }).await.unwrap_err();
+        assert_eq!(old.code(), Code::InvalidArgument, "the id of the saved pod is no id any more: {old}");
+        counter.wait_for_more();
+        clone.agent.signal(kill("d1", "")).await.unwrap();
+        assert_eq!(clone.end("d1", "").await.code, 137);
+        drop(others);
         let numbers = counter.finish();
         let expected = (last + 1..).take(numbers.len()).collect::<Vec<_>>();
         assert_eq!(numbers, expected, "the output continues where it was cut");

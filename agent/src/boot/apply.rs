@@ -40,8 +40,7 @@ pub fn apply_to_pod(
 ) -> Result<Option<UserNs>, BootError> {
     let with = with | CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWUTS;
     let users = config.user_namespace.as_ref().map(|asked| create_user_namespace(asked, with)).transpose()?;
-    nix::unistd::sethostname(&config.hostname)
-        .map_err(|source| BootError::Hostname { name: config.hostname.clone(), source })?;
+    set_host_name(&config.hostname)?;
     if let Some((interfaces, routes)) = own {
         configure_network(interfaces, routes)?;
     }
@@ -58,6 +57,11 @@ pub fn apply_to_pod(
         written.map_err(|source| BootError::Sysctl { name: name.clone(), value: value.clone(), source })?;
     }
     Ok(users)
+}
+
+/// Sets the host name.
+pub(super) fn set_host_name(name: &str) -> Result<(), BootError> {
+    nix::unistd::sethostname(name).map_err(|source| BootError::Hostname { name: name.to_owned(), source })
 }
 
 /// Makes the pod's user namespace and enters the other namespaces that it owns. Moves the network devices there.
@@ -81,7 +85,7 @@ pub fn publish_user_namespace(users: Option<&UserNs>) -> Result<(), BootError> {
 
 fn move_nics(netns: BorrowedFd<'_>) -> std::io::Result<()> {
     let netlink = NetlinkSocket::open()?;
-    let mut links = netlink.send_request(&get_links())?;
+    let mut links = netlink.send_request(&get_links())?.links;
     // Moved in this order, so that the first links have the lower numbers there, too.
     links.sort_by_key(|link| link.index);
     for nic in links.iter().filter(|link| link.virtio) {
@@ -131,10 +135,11 @@ fn parse<T: std::str::FromStr>(what: &'static str, text: &str) -> Result<T, Boot
     text.parse().ok().ok_or_else(|| BootError::Address { what, text: text.to_owned() })
 }
 
-fn configure_network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
+/// Sets names and addresses of the network cards, in the order of their indices, and adds the routes. The cards must be down.
+pub(super) fn configure_network(interfaces: &[Interface], routes: &[Route]) -> Result<(), BootError> {
     let failed = |what: String| move |source| BootError::Network { what, source };
     let netlink = NetlinkSocket::open().map_err(failed("open rtnetlink".to_owned()))?;
-    let mut links = netlink.send_request(&get_links()).map_err(failed("list the links".to_owned()))?;
+    let mut links = netlink.send_request(&get_links()).map_err(failed("list the links".to_owned()))?.links;
     links.sort_by_key(|link| link.index);
     if let Some(lo) = links.iter().find(|link| link.name == "lo") {
         let up = LinkChange { up: true, ..LinkChange::default() };
@@ -192,22 +197,21 @@ fn configure_interface(netlink: &NetlinkSocket, nic: &NetworkLink, interface: &I
 }
 
 /// Writes the pod's hosts, hostname and resolv.conf. Containers have them in /etc unless their specification mounts others.
-pub fn write_files(config: &BootConfig) -> Result<(), BootError> {
+pub fn write_files(hostname: &str, interfaces: &[Interface], dns: Option<&Dns>) -> Result<(), BootError> {
     let write = |name: &str, text: String| {
         let path = Path::new(crate::paths::FILES).join(name);
         fs::write(&path, text).map_err(|source| BootError::File { path, source })
     };
-    write("hostname", format!("{}\n", config.hostname))?;
-    write("hosts", hosts(config))?;
-    write("resolv.conf", resolv_conf(config.dns.as_ref().unwrap_or(&Dns::default())))
+    write("hostname", format!("{hostname}\n"))?;
+    write("hosts", hosts(hostname, interfaces))?;
+    write("resolv.conf", resolv_conf(dns.unwrap_or(&Dns::default())))
 }
 
-fn hosts(config: &BootConfig) -> String {
+fn hosts(hostname: &str, interfaces: &[Interface]) -> String {
     let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
-    let addresses = config.interfaces.iter().flat_map(|interface| &interface.addresses);
-    for address in addresses {
+    for address in interfaces.iter().flat_map(|interface| &interface.addresses) {
         let address = address.split('/').next().unwrap_or(address);
-        text.push_str(&format!("{address}\t{}\n", config.hostname));
+        text.push_str(&format!("{address}\t{hostname}\n"));
     }
     text
 }
@@ -264,8 +268,7 @@ mod tests {
         let dns = Dns { servers: vec!["10.96.0.10".into()], searches: vec!["a".into(), "b".into()], options: vec![] };
         assert_eq!(resolv_conf(&dns), "nameserver 10.96.0.10\nsearch a b\n");
         let interface = Interface { addresses: vec!["10.0.0.2/24".into()], ..Interface::default() };
-        let config = BootConfig { hostname: "web".into(), interfaces: vec![interface], ..BootConfig::default() };
-        assert!(hosts(&config).ends_with("10.0.0.2\tweb\n"));
+        assert!(hosts("web", &[interface]).ends_with("10.0.0.2\tweb\n"));
     }
 
     proptest! {

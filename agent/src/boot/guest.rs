@@ -44,7 +44,7 @@ pub fn boot() -> Result<BootedAgent, BootError> {
     let (users, rpc, streams, early_zygote) = configured?;
 
     mounts::mount_for_containers(config.shm_bytes, false)?;
-    apply::write_files(&config)?;
+    apply::write_files(&config.hostname, &config.interfaces, config.dns.as_ref())?;
     apply::publish_user_namespace(users.as_ref())?;
     if early_zygote.is_none() {
         cgroups::create()?;

@@ -39,10 +39,14 @@ pub(super) fn connect_and_greet(started_nanos: u64) -> Result<File, BootError> {
     }
 }
 
+/// Returns the version of the agent and the release of the kernel.
+pub fn versions() -> (String, String) {
+    let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
+    (env!("CARGO_PKG_VERSION").to_owned(), release.unwrap_or_default())
+}
+
 pub(super) fn send_hello(host: &mut File, started_nanos: u64) -> Result<(), AgentFrameError> {
-    let kernel_release =
-        nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
-    let agent_version = env!("CARGO_PKG_VERSION").to_owned();
+    let (agent_version, kernel_release) = versions();
     let hello = AgentHello { protocol: 1, agent_version, kernel_release, started_nanos, sent_nanos: monotonic_nanos() };
     frame::write(host, &hello)
 }

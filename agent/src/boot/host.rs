@@ -105,7 +105,7 @@ pub fn boot(arguments: HostArguments) -> Result<BootedAgent, BootError> {
 
     mounts::mount_for_containers(config.shm_bytes, shares.ipc)?;
     mounts::bind_mount(&paths::node_path(&scratch), paths::SCRATCH.as_ref())?;
-    apply::write_files(&config)?;
+    apply::write_files(&config.hostname, &config.interfaces, config.dns.as_ref())?;
     apply::publish_user_namespace(users.as_ref())?;
     create_cgroups()?;
     // In the node's PID namespace, orphans of containers would otherwise become children of the node's PID 1.

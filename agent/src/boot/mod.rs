@@ -15,7 +15,10 @@ pub mod mounts;
 pub mod netlink;
 pub mod ports;
 mod ready;
+pub mod restored;
+mod sock_diag;
 mod template;
 
 pub use error::BootError;
+pub use handshake::versions;
 pub use ready::BootedAgent;

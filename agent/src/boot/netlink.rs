@@ -1,4 +1,5 @@
-//! Builds the few rtnetlink messages that configure a guest's network (rtnetlink(7)), sends them, and parses the answers.
+//! Builds the few rtnetlink messages that configure a guest's network (rtnetlink(7)), sends them, and parses the answers. Sends the messages
+//! of other netlink protocols.
 
 use ipnet::IpNet;
 use nacelle_base::retry::retry_interrupted;
@@ -7,16 +8,23 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
+/// The length of the header of a message in bytes.
+pub(super) const HEADER: usize = 16;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
+const RTM_DELADDR: u16 = 21;
+const RTM_GETADDR: u16 = 22;
 const RTM_NEWROUTE: u16 = 24;
 const RTM_NEWNEIGH: u16 = 28;
-const REQUEST_ACK: u16 = 1 | 4;
+pub(super) const REQUEST_ACK: u16 = 1 | 4;
 const CREATE_REPLACE: u16 = 0x400 | 0x100;
-const DUMP: u16 = 0x300;
+/// A request for all objects.
+pub(super) const REQUEST_DUMP: u16 = 1 | 0x300;
+const IFA_ADDRESS: u16 = 1;
+const IFA_LOCAL: u16 = 2;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
@@ -36,6 +44,15 @@ pub struct NetworkLink {
     pub virtio: bool,
 }
 
+/// An address of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkAddress {
+    /// The index of the link.
+    pub link: u32,
+    /// The address, with the length of its prefix.
+    pub net: IpNet,
+}
+
 /// Changes of a link.
 #[derive(Debug, Default)]
 pub struct LinkChange<'a> {
@@ -49,21 +66,24 @@ pub struct LinkChange<'a> {
     pub netns: Option<BorrowedFd<'a>>,
     /// Set the link up.
     pub up: bool,
+    /// Set the link down. It loses its routes, its neighbours and the addresses of IPv6.
+    pub down: bool,
 }
 
-struct Message(Vec<u8>);
+/// A message that is being built.
+pub(super) struct NetlinkMessage(Vec<u8>);
 
-impl Message {
-    fn new(kind: u16, flags: u16, header: &[u8]) -> Message {
+impl NetlinkMessage {
+    pub(super) fn new(kind: u16, flags: u16, header: &[u8]) -> NetlinkMessage {
         let mut bytes = vec![0; 4];
         bytes.extend_from_slice(&kind.to_ne_bytes());
         bytes.extend_from_slice(&flags.to_ne_bytes());
         bytes.extend_from_slice(&[0; 8]);
         bytes.extend_from_slice(header);
-        Message(bytes)
+        NetlinkMessage(bytes)
     }
 
-    fn attribute(mut self, kind: u16, value: &[u8]) -> Message {
+    fn attribute(mut self, kind: u16, value: &[u8]) -> NetlinkMessage {
         let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
         self.0.extend_from_slice(&length.to_ne_bytes());
         self.0.extend_from_slice(&kind.to_ne_bytes());
@@ -72,7 +92,7 @@ impl Message {
         self
     }
 
-    fn finish(mut self) -> Vec<u8> {
+    pub(super) fn finish(mut self) -> Vec<u8> {
         let length = u32::try_from(self.0.len()).unwrap_or(u32::MAX).to_ne_bytes();
         for (to, from) in self.0.iter_mut().zip(length) {
             *to = from;
@@ -81,9 +101,9 @@ impl Message {
     }
 }
 
-fn link_header(index: u32, up: bool) -> Vec<u8> {
-    let flags = u32::from(up).to_ne_bytes();
-    [&[0; 4], &index.to_ne_bytes()[..], &flags, &flags].concat()
+/// `change` has the flags that are changed to their values in `flags`.
+fn link_header(index: u32, flags: u32, change: u32) -> Vec<u8> {
+    [&[0; 4], &index.to_ne_bytes()[..], &flags.to_ne_bytes(), &change.to_ne_bytes()].concat()
 }
 
 fn octets(address: IpAddr) -> Vec<u8> {
@@ -99,12 +119,13 @@ fn family(address: IpAddr) -> u8 {
 
 /// Builds a request for all links.
 pub fn get_links() -> Vec<u8> {
-    Message::new(RTM_GETLINK, 1 | DUMP, &link_header(0, false)).finish()
+    NetlinkMessage::new(RTM_GETLINK, REQUEST_DUMP, &link_header(0, 0, 0)).finish()
 }
 
 /// Builds a request that changes a link.
 pub fn set_link(index: u32, change: &LinkChange) -> Vec<u8> {
-    let mut message = Message::new(RTM_NEWLINK, REQUEST_ACK, &link_header(index, change.up));
+    let header = link_header(index, u32::from(change.up), u32::from(change.up || change.down));
+    let mut message = NetlinkMessage::new(RTM_NEWLINK, REQUEST_ACK, &header);
     if let Some(name) = change.name {
         message = message.attribute(IFLA_IFNAME, &[name.as_bytes(), b"\0"].concat());
     }
@@ -126,8 +147,8 @@ pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     let flags = if net.addr().is_ipv6() { NODAD } else { 0 };
     let header = [&[family(net.addr()), net.prefix_len(), flags, 0][..], &index.to_ne_bytes()].concat();
     let address = octets(net.addr());
-    let mut message = Message::new(RTM_NEWADDR, REQUEST_ACK | CREATE_REPLACE, &header);
-    message = message.attribute(2, &address).attribute(1, &address);
+    let mut message = NetlinkMessage::new(RTM_NEWADDR, REQUEST_ACK | CREATE_REPLACE, &header);
+    message = message.attribute(IFA_LOCAL, &address).attribute(IFA_ADDRESS, &address);
     if let IpNet::V4(net) = net
         && net.prefix_len() < 31
     {
@@ -136,12 +157,24 @@ pub fn add_address(index: u32, net: IpNet) -> Vec<u8> {
     message.finish()
 }
 
+/// Builds a request for all addresses of all links.
+pub fn get_addresses() -> Vec<u8> {
+    NetlinkMessage::new(RTM_GETADDR, REQUEST_DUMP, &[0; 8]).finish()
+}
+
+/// Builds a request that removes an address.
+pub fn remove_address(address: LinkAddress) -> Vec<u8> {
+    let LinkAddress { link, net } = address;
+    let header = [&[family(net.addr()), net.prefix_len(), 0, 0][..], &link.to_ne_bytes()].concat();
+    NetlinkMessage::new(RTM_DELADDR, REQUEST_ACK, &header).attribute(IFA_LOCAL, &octets(net.addr())).finish()
+}
+
 /// Builds a request that adds a permanent entry to a link's neighbour table.
 pub fn add_neighbour(index: u32, address: IpAddr, mac: &[u8]) -> Vec<u8> {
     const PERMANENT: u16 = 0x80;
     const UNICAST: u8 = 1;
     let head = [&[family(address), 0, 0, 0][..], &index.to_ne_bytes(), &PERMANENT.to_ne_bytes(), &[0, UNICAST]];
-    let message = Message::new(RTM_NEWNEIGH, REQUEST_ACK | CREATE_REPLACE, &head.concat());
+    let message = NetlinkMessage::new(RTM_NEWNEIGH, REQUEST_ACK | CREATE_REPLACE, &head.concat());
     message.attribute(1, &octets(address)).attribute(2, mac).finish()
 }
 
@@ -176,7 +209,7 @@ pub fn add_route(index: u32, route: NewRoute) -> Vec<u8> {
     let prefix = destination.prefix_len();
     let head = [family(destination.addr()), prefix, 0, 0, TABLE_MAIN, PROTOCOL_STATIC, scope, UNICAST];
     let header = [&head[..], &flags.to_ne_bytes()].concat();
-    let mut message = Message::new(RTM_NEWROUTE, REQUEST_ACK | CREATE_REPLACE, &header);
+    let mut message = NetlinkMessage::new(RTM_NEWROUTE, REQUEST_ACK | CREATE_REPLACE, &header);
     if prefix > 0 {
         message = message.attribute(1, &octets(destination.network()));
     }
@@ -214,30 +247,39 @@ fn parse_attributes(mut bytes: &[u8], width: usize, least: usize) -> impl Iterat
     })
 }
 
-/// The content of one datagram of answers.
+/// What rtnetlink has listed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Answers {
-    /// The links that were listed.
+    /// The links.
     pub links: Vec<NetworkLink>,
-    /// Set if the request is over: 0 for success, or an error number.
-    pub end: Option<i32>,
+    /// The addresses.
+    pub addresses: Vec<LinkAddress>,
 }
 
-/// Parses one datagram.
-pub fn read_answers(datagram: &[u8]) -> Answers {
-    let mut answers = Answers::default();
-    for message in parse_attributes(datagram, 4, 16) {
+impl Answers {
+    fn add(&mut self, message: &[u8]) {
         match u16_at(message, 4) {
-            Some(NLMSG_ERROR) => {
-                let code = u32_at(message, 16).unwrap_or_default().cast_signed();
-                answers.end = Some(code.checked_neg().unwrap_or(libc::EPROTO));
-            }
-            Some(NLMSG_DONE) => answers.end = Some(0),
-            Some(RTM_NEWLINK) => answers.links.extend(read_link(message)),
+            Some(RTM_NEWLINK) => self.links.extend(read_link(message)),
+            Some(RTM_NEWADDR) => self.addresses.extend(read_address(message)),
             _ => {}
         }
     }
-    answers
+}
+
+/// Passes each message of one datagram to `each`. If the request is over with it, returns 0 for success, or an error number.
+pub(super) fn read_datagram(datagram: &[u8], mut each: impl FnMut(&[u8])) -> Option<i32> {
+    let mut end = None;
+    for message in parse_attributes(datagram, 4, HEADER) {
+        match u16_at(message, 4) {
+            Some(NLMSG_ERROR) => {
+                let code = u32_at(message, HEADER).unwrap_or_default().cast_signed();
+                end = Some(code.checked_neg().unwrap_or(libc::EPROTO));
+            }
+            Some(NLMSG_DONE) => end = Some(0),
+            _ => each(message),
+        }
+    }
+    end
 }
 
 fn read_link(message: &[u8]) -> Option<NetworkLink> {
@@ -254,28 +296,64 @@ fn read_link(message: &[u8]) -> Option<NetworkLink> {
     Some(link)
 }
 
-/// A socket of rtnetlink; each call waits for the kernel's answer.
+/// Reads an address. The peer of a point-to-point link counts as no address.
+fn read_address(message: &[u8]) -> Option<LinkAddress> {
+    let (prefix, link) = (*message.get(17)?, u32_at(message, 20)?);
+    let (mut local, mut peer) = (None, None);
+    for attribute in parse_attributes(message.get(24..)?, 2, 4) {
+        match u16_at(attribute, 2)? {
+            IFA_LOCAL => local = read_ip(attribute.get(4..)?),
+            IFA_ADDRESS => peer = read_ip(attribute.get(4..)?),
+            _ => {}
+        }
+    }
+    // The kernel names an address of IPv6 only once.
+    Some(LinkAddress { link, net: IpNet::new(local.or(peer)?, prefix).ok()? })
+}
+
+/// Reads an address of 4 or 16 bytes.
+fn read_ip(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => Some(IpAddr::from(<[u8; 4]>::try_from(bytes).ok()?)),
+        16 => Some(IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?)),
+        _ => None,
+    }
+}
+
+/// A netlink socket; each call waits for the kernel's answer.
 pub struct NetlinkSocket(OwnedFd);
 
 impl NetlinkSocket {
-    /// Opens a socket.
+    /// Opens a socket of rtnetlink.
     pub fn open() -> io::Result<NetlinkSocket> {
-        let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
-        Ok(NetlinkSocket(fd))
+        NetlinkSocket::open_protocol(SockProtocol::NetlinkRoute)
     }
 
-    /// Sends a request and returns the links in the answer.
-    pub fn send_request(&self, request: &[u8]) -> io::Result<Vec<NetworkLink>> {
+    /// Opens a socket of sock_diag(7).
+    pub fn open_sock_diag() -> io::Result<NetlinkSocket> {
+        NetlinkSocket::open_protocol(SockProtocol::NetlinkSockDiag)
+    }
+
+    fn open_protocol(protocol: SockProtocol) -> io::Result<NetlinkSocket> {
+        Ok(NetlinkSocket(socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?))
+    }
+
+    /// Sends a request of rtnetlink and returns what was listed.
+    pub fn send_request(&self, request: &[u8]) -> io::Result<Answers> {
+        let mut answers = Answers::default();
+        self.exchange(request, |message| answers.add(message))?;
+        Ok(answers)
+    }
+
+    /// Sends a request, and passes each message of the answer with its header to `each`, until the kernel reports the end or an error.
+    pub fn exchange(&self, request: &[u8], mut each: impl FnMut(&[u8])) -> io::Result<()> {
         retry_interrupted(|| send(self.0.as_raw_fd(), request, MsgFlags::empty()))?;
-        let mut links = Vec::new();
         let mut datagram = vec![0; 32 << 10];
         loop {
             let length = retry_interrupted(|| recv(self.0.as_raw_fd(), &mut datagram, MsgFlags::empty()))?;
-            let answers = read_answers(datagram.get(..length).unwrap_or_default());
-            links.extend(answers.links);
-            match answers.end {
+            match read_datagram(datagram.get(..length).unwrap_or_default(), &mut each) {
                 None => {}
-                Some(0) => return Ok(links),
+                Some(0) => return Ok(()),
                 Some(code) => return Err(io::Error::from_raw_os_error(code)),
             }
         }
@@ -322,6 +400,26 @@ mod tests {
     }
 
     #[test]
+    fn an_address_is_read_back() {
+        for text in ["10.0.0.2/24", "fd00::2/64"] {
+            let address = LinkAddress { link: 7, net: text.parse().unwrap() };
+            let mut answers = Answers::default();
+            read_datagram(&add_address(7, address.net), |message| answers.add(message));
+            assert_eq!(answers.addresses, [address]);
+            let bytes = remove_address(address);
+            assert_eq!((u16_at(&bytes, 4), u32_at(&bytes, 20)), (Some(RTM_DELADDR), Some(7)));
+        }
+    }
+
+    #[test]
+    fn a_link_is_set_up_or_down_or_stays() {
+        let flags = |change| set_link(1, &change)[24..32].to_vec();
+        assert_eq!(flags(LinkChange { up: true, ..LinkChange::default() }), [1, 0, 0, 0, 1, 0, 0, 0]);
+        assert_eq!(flags(LinkChange { down: true, ..LinkChange::default() }), [0, 0, 0, 0, 1, 0, 0, 0]);
+        assert_eq!(flags(LinkChange::default()), [0; 8]);
+    }
+
+    #[test]
     fn names_are_padded() {
         let bytes = set_link(1, &LinkChange { name: Some("eth0"), up: true, ..LinkChange::default() });
         assert_eq!(bytes.len() % 4, 0);
@@ -330,10 +428,15 @@ mod tests {
 
     #[test]
     fn the_kernel_lists_the_loopback() {
-        let links = match NetlinkSocket::open().and_then(|netlink| netlink.send_request(&get_links())) {
-            Ok(links) => links,
+        let answers = |request: Vec<u8>| NetlinkSocket::open().and_then(|netlink| netlink.send_request(&request));
+        let links = match answers(get_links()) {
+            Ok(answers) => answers.links,
             Err(error) => return println!("skipped: no rtnetlink here: {error}"),
         };
+        let addresses = answers(get_addresses()).unwrap().addresses;
+        assert!(
+            addresses.is_empty() || addresses.iter().all(|address| links.iter().any(|link| link.index == address.link))
+        );
         assert!(links.iter().any(|link| link.name == "lo" && !link.virtio), "{links:?}");
     }
 
@@ -341,13 +444,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
         #[test]
         fn any_answer_is_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..256)) {
-            let _ = read_answers(&bytes);
+            read_datagram(&bytes, |message| Answers::default().add(message));
         }
 
         #[test]
         fn what_set_link_writes_is_read_back(index in 1u32.., name in "[a-z]{1,15}") {
             let bytes = set_link(index, &LinkChange { name: Some(&name), ..LinkChange::default() });
-            let answers = read_answers(&bytes);
+            let mut answers = Answers::default();
+            prop_assert_eq!(read_datagram(&bytes, |message| answers.add(message)), None);
             prop_assert_eq!(answers.links.len(), 1);
             prop_assert_eq!(&answers.links[0].name, &name);
             prop_assert_eq!(answers.links[0].index, index);

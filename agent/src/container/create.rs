@@ -139,6 +139,7 @@ impl AgentPod {
             created: response,
             init,
             started: AtomicBool::new(false),
+            suspended: Mutex::new(None),
             execs: Mutex::new(HashMap::new()),
             abandoned_execs: Arc::new(tokio::sync::Semaphore::new(MAX_ABANDONED_EXECS)),
         })

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::hold::HoldError;
+use super::restore::AdoptionError;
 use super::{anonymous_volumes, image_volumes, limits, spec, user};
 use crate::copied_in::CopiedInVolumeError;
 use crate::empty_dirs::EmptyDirError;
@@ -84,6 +85,8 @@ pub enum AgentError {
     },
     #[error(transparent)]
     Hold(#[from] Arc<HoldError>),
+    #[error(transparent)]
+    Restore(#[from] AdoptionError),
     #[error("a task of the agent was aborted")]
     Task {
         #[from]
@@ -138,6 +141,7 @@ impl Classify for AgentError {
             AgentError::EmptyDir(source) => source.kind(),
             AgentError::Disk { source } => source.kind(),
             AgentError::Hold(source) => source.kind(),
+            AgentError::Restore(source) => source.kind(),
         }
     }
 }

@@ -28,7 +28,7 @@ impl AgentPod {
             return Err(AgentError::NoProgram);
         }
         let container = self.find_container(&options.id)?;
-        if !container.started.load(Ordering::Acquire) || container.init.exit().is_some() {
+        if !container.is_running() {
             return Err(AgentError::NotRunning { id: options.id });
         }
         let (id, exec_id) = (options.id.clone(), options.exec_id.clone());

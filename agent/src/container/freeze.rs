@@ -6,7 +6,6 @@
 use nacelle_proto::agent::HoldResponse;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard};
 use tokio::time::Instant;
@@ -61,8 +60,8 @@ impl AgentPod {
         let running = self.running_containers();
         let unread = running.iter().filter(|container| container.init.stdio.count_unread_output() > 0);
         let response = HoldResponse {
-            undrained: unread.map(|container| container.id.clone()).collect(),
-            running: running.iter().map(|container| container.id.clone()).collect(),
+            undrained: unread.map(|container| self.ids.on_host(container.id.clone())).collect(),
+            running: running.iter().map(|container| self.ids.on_host(container.id.clone())).collect(),
         };
         Ok((response, FrozenPod { _containers: containers, _operations: operations }))
     }
@@ -70,10 +69,8 @@ impl AgentPod {
     /// Returns the containers whose program was started and has not ended, in the order of their ids.
     fn running_containers(&self) -> Vec<Arc<GuestContainer>> {
         let state = self.lock_state();
-        let is_running = |container: &&Arc<GuestContainer>| {
-            container.started.load(Ordering::Acquire) && container.init.exit().is_none()
-        };
-        let mut running: Vec<_> = state.containers.values().filter(is_running).cloned().collect();
+        let all = state.containers.values();
+        let mut running: Vec<_> = all.filter(|container| container.is_running()).cloned().collect();
         running.sort_by(|a, b| a.id.cmp(&b.id));
         running
     }

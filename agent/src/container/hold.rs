@@ -44,10 +44,6 @@ pub enum HoldError {
     FreezeTimeout { seconds: u64 },
     #[error("cannot freeze the containers by {}", path.display())]
     Freeze { path: PathBuf, source: io::Error },
-    #[error(
-        "cannot release the pod without a token: its VM was not restored while it was held; use the token of the hold"
-    )]
-    NotRestored,
 }
 
 impl Classify for HoldError {
@@ -58,8 +54,7 @@ impl Classify for HoldError {
             | HoldError::NoGuest
             | HoldError::OtherToken
             | HoldError::Ended
-            | HoldError::GuestShell
-            | HoldError::NotRestored => FailureKind::Conflict,
+            | HoldError::GuestShell => FailureKind::Conflict,
             HoldError::Operation { .. } | HoldError::FreezeTimeout { .. } => FailureKind::Timeout,
             HoldError::Freeze { .. } => FailureKind::Internal,
         }
@@ -93,6 +88,11 @@ struct HoldTask {
 impl HoldTask {
     fn has_ended(&self) -> bool {
         self.outcome.has_changed().is_err()
+    }
+
+    /// Whether the VM was restored while this hold kept the containers frozen.
+    fn is_restored(&self) -> bool {
+        *self.is_restored.borrow() && matches!(&*self.outcome.borrow(), Some(Ok(_)))
     }
 
     fn has_failed(&self) -> bool {
@@ -157,26 +157,33 @@ impl HoldTable {
         Ok(outcome)
     }
 
-    /// Ends the hold with this token, or without a token that of a restored VM, and waits until the containers are thawed. Succeeds if there is no
-    /// such hold.
-    async fn release(&self, token: Option<HoldToken>) -> Result<(), HoldError> {
+    /// Ends the hold with this token, and waits until the containers are thawed. Succeeds if there is no such hold.
+    async fn release(&self, token: HoldToken) {
+        self.lock().released = Some(token);
+        self.end(|last| last.token == token).await;
+    }
+
+    /// Ends the hold of a restored VM, and waits until the containers are thawed.
+    pub(super) async fn release_restored(&self) {
+        self.end(HoldTask::is_restored).await;
+    }
+
+    async fn end(&self, is_meant: impl Fn(&HoldTask) -> bool) {
         let mut outcome = {
-            let mut holds = self.lock();
-            holds.released = token.or(holds.released);
-            let Some(last) = holds.last.as_ref().filter(|last| !last.has_ended()) else { return Ok(()) };
-            match token {
-                None if !*last.is_restored.borrow() => return Err(HoldError::NotRestored),
-                Some(token) if last.token != token => return Ok(()),
-                _ => {}
-            }
+            let holds = self.lock();
+            let Some(last) = holds.last.as_ref().filter(|last| !last.has_ended() && is_meant(last)) else { return };
             last.task.abort();
             last.outcome.clone()
         };
         while outcome.changed().await.is_ok() {}
-        Ok(())
     }
 
-    /// Ends the lease of the hold: it lasts until it is released.
+    /// Whether the VM was restored while the pod was held, and the pod is still held.
+    pub(super) fn is_restored(&self) -> bool {
+        self.lock().last.as_ref().is_some_and(|last| !last.has_ended() && last.is_restored())
+    }
+
+    /// Ends the lease of the hold: it lasts until it is released, or until the VM is that of another pod.
     fn end_lease(&self) {
         if let Some(last) = &self.lock().last {
             last.is_restored.send_replace(true);
@@ -226,14 +233,14 @@ impl AgentPod {
         Ok(self.holds.hold(token, lease, freeze).await?)
     }
 
-    /// Ends the hold with this token, also one whose `hold` has not returned. An empty token ends any hold of a VM that was restored while it
-    /// was held.
+    /// Ends the hold with this token, also one whose `hold` has not returned.
     pub async fn release(&self, token: &[u8]) -> Result<(), AgentError> {
-        let token = if token.is_empty() { None } else { Some(HoldToken::parse(token).map_err(Arc::new)?) };
-        Ok(self.holds.release(token).await.map_err(Arc::new)?)
+        let token = HoldToken::parse(token).map_err(Arc::new)?;
+        self.holds.release(token).await;
+        Ok(())
     }
 
-    /// Keeps a pod that is held frozen until it is released: its VM was restored, so that the lease has lost its meaning.
+    /// Keeps a pod that is held frozen until Restore: its VM was restored, so that the lease has lost its meaning.
     pub fn end_lease(&self) {
         self.holds.end_lease();
     }
@@ -296,17 +303,17 @@ mod tests {
     #[test]
     fn one_token_holds_until_it_is_released() {
         test(async |pod| {
-            pod.table.release(Some(B)).await.unwrap();
-            pod.table.release(None).await.unwrap();
+            pod.table.release(B).await;
+            pod.table.release_restored().await;
             let first = pod.hold(A, LEASE).await.unwrap();
             assert_eq!(pod.hold(A, LEASE).await.unwrap(), first);
             assert_eq!(pod.count(), 1);
             assert!(matches!(&*pod.hold(HoldToken([3; 16]), LEASE).await.unwrap_err(), HoldError::OtherToken));
-            pod.table.release(Some(B)).await.unwrap();
-            assert!(matches!(pod.table.release(None).await, Err(HoldError::NotRestored)));
-            assert_eq!(pod.count(), 1);
+            pod.table.release(B).await;
+            pod.table.release_restored().await;
+            assert_eq!((pod.count(), pod.table.is_restored()), (1, false));
             for _ in 0..2 {
-                pod.table.release(Some(A)).await.unwrap();
+                pod.table.release(A).await;
                 assert_eq!(pod.count(), 0, "it is thawed when the release returns");
             }
             for token in [A, A] {
@@ -320,7 +327,7 @@ mod tests {
     #[test]
     fn a_release_that_overtakes_a_hold_prevents_it() {
         test(async |pod| {
-            pod.table.release(Some(A)).await.unwrap();
+            pod.table.release(A).await;
             assert!(matches!(&*pod.hold(A, LEASE).await.unwrap_err(), HoldError::Ended));
             assert_eq!(pod.count(), 0);
             pod.hold(B, LEASE).await.unwrap();
@@ -336,7 +343,7 @@ mod tests {
             while pod.count() == 0 {
                 tokio::task::yield_now().await;
             }
-            pod.table.release(Some(A)).await.unwrap();
+            pod.table.release(A).await;
             assert_eq!(pod.count(), 0);
             assert!(matches!(&*held.await.unwrap().unwrap_err(), HoldError::Ended));
             pod.hold(B, LEASE).await.unwrap();
@@ -379,18 +386,19 @@ mod tests {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             assert!(matches!(&*pod.hold(A, lease).await.unwrap_err(), HoldError::Ended));
-            pod.table.release(Some(A)).await.unwrap();
+            pod.table.release(A).await;
             pod.hold(B, lease).await.unwrap();
             pod.table.end_lease();
             tokio::time::sleep(lease * 3).await;
             assert_eq!(pod.count(), 1);
             for _ in 0..2 {
-                pod.table.release(None).await.unwrap();
-                assert_eq!(pod.count(), 0);
+                pod.table.release_restored().await;
+                assert_eq!((pod.count(), pod.table.is_restored()), (0, false));
             }
             // The next hold has a lease again.
             pod.hold(HoldToken([3; 16]), LEASE).await.unwrap();
-            assert!(matches!(pod.table.release(None).await, Err(HoldError::NotRestored)));
+            pod.table.release_restored().await;
+            assert_eq!((pod.count(), pod.table.is_restored()), (1, false));
         });
     }
 

@@ -1,5 +1,5 @@
 //! Manages the containers of the pod. Each operation has a file: create, start, signal, exec, guest shell, abandon, update, resize, remove,
-//! hold.
+//! hold, restore.
 //!
 //! Every operation may be repeated: a request for what is done already succeeds without effect. `pod` has the table of
 //! containers and processes. This layer does not know gRPC.
@@ -14,6 +14,7 @@ mod exec;
 mod freeze;
 mod guest_shell;
 mod hold;
+mod host_ids;
 pub mod image_volumes;
 pub mod limits;
 mod lock;
@@ -28,6 +29,7 @@ mod reclaim;
 mod record;
 mod remove;
 mod resize;
+mod restore;
 pub mod root;
 mod signal;
 mod spawn;
@@ -39,7 +41,9 @@ pub mod user;
 
 pub use error::AgentError;
 pub use hold::HoldError;
+pub use host_ids::HostIds;
 pub use options::{CreateOptions, ExecOptions};
 pub use pod::AgentPod;
 pub use process::ContainerProcess;
 pub use record::GuestContainer;
+pub use restore::AdoptionError;

@@ -2,7 +2,7 @@
 //!
 //! `Pod` is shared between tasks. Its tables are behind one lock, which is never held while waiting.
 
-use nacelle_proto::agent::ContainerState;
+use nacelle_proto::agent::{ContainerState, RestoreRequest};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +10,7 @@ use tokio::sync::OnceCell;
 
 use super::error::AgentError;
 use super::hold::HoldTable;
+use super::host_ids::HostIds;
 use super::process::ContainerProcess;
 use super::record::GuestContainer;
 use crate::copied_in::CopiedInVolumes;
@@ -64,6 +65,10 @@ pub struct AgentPod {
     /// Held for reading by each operation that changes the pod, and for writing while the pod is held.
     pub(super) operations: Arc<tokio::sync::RwLock<()>>,
     pub(super) holds: HoldTable,
+    /// The last request by which the VM became that of another pod.
+    pub(super) restored: tokio::sync::Mutex<Option<RestoreRequest>>,
+    /// The ids by which the host knows the containers.
+    pub ids: HostIds,
     state: Mutex<AgentPodState>,
 }
 
@@ -93,6 +98,8 @@ impl AgentPod {
             trace_lock: tokio::sync::RwLock::default(),
             operations: Arc::default(),
             holds: HoldTable::default(),
+            restored: tokio::sync::Mutex::default(),
+            ids: HostIds::default(),
             state: Mutex::default(),
         })
     }
@@ -114,6 +121,11 @@ impl AgentPod {
         }
         let found = container.lock_execs().get(exec_id).and_then(|entry| entry.process.get()).cloned();
         found.ok_or_else(|| AgentError::NoExec { id: id.to_owned(), exec_id: exec_id.to_owned() })
+    }
+
+    /// Returns the ids of all containers, in no order.
+    pub(super) fn container_ids(&self) -> Vec<String> {
+        self.lock_state().containers.keys().cloned().collect()
     }
 
     /// Returns the states of all containers, in no order.

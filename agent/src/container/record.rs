@@ -10,10 +10,12 @@ use tokio::sync::{OnceCell, Semaphore};
 
 use super::process::ContainerProcess;
 use super::spec::PidNamespace;
+use crate::cgroup::FrozenCgroups;
 
 /// A container that was created and not yet removed.
 #[derive(Debug)]
 pub struct GuestContainer {
+    /// The id with which it was created, which its cgroup and its directories have.
     pub(super) id: String,
     /// The adjusted `process` of the specification, from which execs are derived.
     pub(super) process: SpecProcess,
@@ -28,6 +30,8 @@ pub struct GuestContainer {
     pub(super) created: CreateContainerResponse,
     pub(super) init: Arc<ContainerProcess>,
     pub(super) started: AtomicBool,
+    /// Its frozen cgroup, from the restore of its VM until it is started again.
+    pub(super) suspended: Mutex<Option<FrozenCgroups>>,
     pub(super) execs: Mutex<Execs>,
     /// A permit for each exec whose streams may be read without a client.
     pub(super) abandoned_execs: Arc<Semaphore>,
@@ -71,6 +75,30 @@ impl GuestContainer {
         self.execs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_suspended(&self) -> MutexGuard<'_, Option<FrozenCgroups>> {
+        self.suspended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the container's processes frozen until it is started.
+    pub(super) fn suspend(&self, frozen: FrozenCgroups) {
+        *self.lock_suspended() = Some(frozen);
+    }
+
+    /// Lets the processes of a suspended container run.
+    pub(super) fn resume(&self) {
+        drop(self.lock_suspended().take());
+    }
+
+    /// Whether the container waits for its start since its VM was restored.
+    pub(super) fn is_suspended(&self) -> bool {
+        self.lock_suspended().is_some()
+    }
+
+    /// Whether its program was started, has not ended, and is not suspended.
+    pub(super) fn is_running(&self) -> bool {
+        self.started.load(Ordering::Acquire) && self.init.exit().is_none() && !self.is_suspended()
+    }
+
     /// Whether the container's processes are in this PID namespace.
     pub(super) fn shares_pid_namespace(&self, namespace: &PidNamespace) -> bool {
         match namespace {
@@ -88,9 +116,14 @@ impl GuestContainer {
         }
     }
 
-    /// Whether the container runs and its processes may trace (ptrace(2)) all processes that they see.
-    pub(super) fn may_trace(&self) -> bool {
+    /// Whether the container's processes have the right to trace (ptrace(2)) all processes that they see.
+    pub(super) fn has_trace_rights(&self) -> bool {
         let bounding = self.process.capabilities().as_ref().and_then(|sets| sets.bounding().as_ref());
-        self.init.exit().is_none() && bounding.is_none_or(|set| set.contains(&Capability::SysPtrace))
+        bounding.is_none_or(|set| set.contains(&Capability::SysPtrace))
+    }
+
+    /// Whether the container's processes run and have that right. Suspended ones must not be frozen, and then thawed, by others.
+    pub(super) fn may_trace(&self) -> bool {
+        self.init.exit().is_none() && !self.is_suspended() && self.has_trace_rights()
     }
 }

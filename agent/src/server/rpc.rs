@@ -3,10 +3,10 @@
 use nacelle_base::{Chain, Classify};
 use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
-    AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
+    AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, ContainerState, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
-    HoldResponse, ListContainersResponse, MemoryRange, ReleaseRequest, RenewRequest, SetMemoryRequest,
-    SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    HoldResponse, ListContainersResponse, MemoryRange, ReleaseRequest, RenewRequest, RestoreRequest, RestoreResponse,
+    SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -18,9 +18,9 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use crate::boot::apply;
+use crate::boot::{self, apply};
 use crate::clock;
-use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions, HoldError};
+use crate::container::{AgentError, AgentPod, CreateOptions, ExecOptions, HoldError, HostIds};
 use crate::copied_in::{CopiedInVolumeError, CopiedInVolumes, VolumeDraft};
 use crate::memory::HotplugMemory;
 use crate::processors::OnlineCpus;
@@ -58,9 +58,9 @@ fn saturate(number: u32) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
-fn exec_options(request: ExecRequest) -> ExecOptions {
+fn exec_options(request: ExecRequest, ids: &HostIds) -> ExecOptions {
     ExecOptions {
-        id: request.id,
+        id: ids.in_guest(request.id),
         exec_id: request.exec_id,
         args: request.args,
         tty: request.tty,
@@ -168,13 +168,13 @@ impl Agent for AgentService {
         let request = request.into_inner();
         let pid_mode = request.pid_mode();
         let options = CreateOptions {
-            id: request.id,
+            id: self.pod.ids.in_guest(request.id),
             spec: request.oci_spec,
             partition: request.partition,
             user: request.user,
             merge_groups: request.merge_image_groups,
             stdin: request.stdin,
-            pid_of: request.pid_of,
+            pid_of: self.pod.ids.in_guest(request.pid_of),
             pid_mode,
             volumes: request.volumes,
             anonymous_volumes: request.anonymous_volumes,
@@ -185,18 +185,20 @@ impl Agent for AgentService {
     }
 
     async fn start_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        self.run_change(Arc::clone(&self.pod).start_container(request.into_inner().id)).await?;
+        let id = self.pod.ids.in_guest(request.into_inner().id);
+        self.run_change(Arc::clone(&self.pod).start_container(id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<Empty>, Status> {
-        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.send_signal(&request.id, &request.exec_id, request.signal, request.all)).await
+        let (SignalRequest { id, exec_id, signal, all }, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        run_blocking(move || pod.send_signal(&pod.ids.in_guest(id), &exec_id, signal, all)).await
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
         let request = request.into_inner();
-        let process = self.pod.find_process(&request.id, &request.exec_id).map_err(|error| to_status(&error))?;
+        let id = self.pod.ids.in_guest(request.id);
+        let process = self.pod.find_process(&id, &request.exec_id).map_err(|error| to_status(&error))?;
         let limit = Duration::from_millis(request.timeout_ms.into()).min(MAX_WAIT);
         Ok(Response::new(WaitResponse { exit: process.wait(limit).await }))
     }
@@ -219,12 +221,13 @@ impl Agent for AgentService {
     }
 
     async fn remove_container(&self, request: Request<ContainerRef>) -> Result<Response<Empty>, Status> {
-        self.run_change(Arc::clone(&self.pod).remove_container(request.into_inner().id)).await?;
+        let id = self.pod.ids.in_guest(request.into_inner().id);
+        self.run_change(Arc::clone(&self.pod).remove_container(id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn exec(&self, request: Request<ExecRequest>) -> Result<Response<Empty>, Status> {
-        self.run_change(Arc::clone(&self.pod).start_exec(exec_options(request.into_inner()))).await?;
+        self.run_change(Arc::clone(&self.pod).start_exec(exec_options(request.into_inner(), &self.pod.ids))).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -232,18 +235,21 @@ impl Agent for AgentService {
         if !self.has_guest {
             return Err(to_status(&AgentError::NoGuest));
         }
-        self.run_change(Arc::clone(&self.pod).start_guest_shell(exec_options(request.into_inner()))).await?;
+        self.run_change(Arc::clone(&self.pod).start_guest_shell(exec_options(request.into_inner(), &self.pod.ids)))
+            .await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn abandon_exec(&self, request: Request<AbandonExecRequest>) -> Result<Response<Empty>, Status> {
-        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        self.run_blocking_change(move || pod.abandon_exec(&request.id, &request.exec_id)).await?;
+        let (AbandonExecRequest { id, exec_id }, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        self.run_blocking_change(move || pod.abandon_exec(&pod.ids.in_guest(id), &exec_id)).await?;
         Ok(Response::new(Empty {}))
     }
 
     async fn update_container(&self, request: Request<UpdateContainerRequest>) -> Result<Response<Empty>, Status> {
-        self.run_change(Arc::clone(&self.pod).update_container(request.into_inner())).await?;
+        let UpdateContainerRequest { id, .. } = request.get_ref();
+        let request = UpdateContainerRequest { id: self.pod.ids.in_guest(id.clone()), ..request.into_inner() };
+        self.run_change(Arc::clone(&self.pod).update_container(request)).await?;
         Ok(Response::new(Empty {}))
     }
 
@@ -262,12 +268,15 @@ impl Agent for AgentService {
     }
 
     async fn resize(&self, request: Request<ResizeRequest>) -> Result<Response<Empty>, Status> {
-        let (request, pod) = (request.into_inner(), Arc::clone(&self.pod));
-        run_blocking(move || pod.resize_terminal(&request.id, &request.exec_id, request.columns, request.rows)).await
+        let (ResizeRequest { id, exec_id, columns, rows }, pod) = (request.into_inner(), Arc::clone(&self.pod));
+        run_blocking(move || pod.resize_terminal(&pod.ids.in_guest(id), &exec_id, columns, rows)).await
     }
 
     async fn list_containers(&self, _: Request<Empty>) -> Result<Response<ListContainersResponse>, Status> {
-        Ok(Response::new(ListContainersResponse { containers: self.pod.list_containers() }))
+        let ids = &self.pod.ids;
+        let on_host = |container: ContainerState| ContainerState { id: ids.on_host(container.id), ..container };
+        let containers = self.pod.list_containers().into_iter().map(on_host).collect();
+        Ok(Response::new(ListContainersResponse { containers }))
     }
 
     async fn stats(&self, _: Request<Empty>) -> Result<Response<StatsResponse>, Status> {
@@ -278,7 +287,11 @@ impl Agent for AgentService {
         let containers = self.pod.list_containers().into_iter().map(|container| asked(container.id)).collect();
         let read = crate::stats::read_usage(&self.pod.layers, containers).await;
         let failed = |source| Status::internal(format!("cannot read what the containers use: {}", Chain(&source)));
-        read.map(Response::new).map_err(failed)
+        let mut usage = read.map_err(failed)?;
+        for container in &mut usage.containers {
+            container.id = self.pod.ids.on_host(std::mem::take(&mut container.id));
+        }
+        Ok(Response::new(usage))
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Empty>, Status> {
@@ -321,6 +334,14 @@ impl Agent for AgentService {
     async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<Empty>, Status> {
         self.pod.release(&request.into_inner().token).await.map_err(|error| to_status(&error))?;
         Ok(Response::new(Empty {}))
+    }
+
+    async fn restore(&self, request: Request<RestoreRequest>) -> Result<Response<RestoreResponse>, Status> {
+        // Not delayed by the hold, which it ends. It runs to its end even if the client disconnects.
+        let done = tokio::spawn(Arc::clone(&self.pod).restore(request.into_inner())).await.map_err(AgentError::from);
+        done.and_then(|result| result).map_err(|error| to_status(&error))?;
+        let (agent_version, kernel_release) = boot::versions();
+        Ok(Response::new(RestoreResponse { agent_version, kernel_release }))
     }
 
     async fn follow_clock(&self, request: Request<FollowClockRequest>) -> Result<Response<ClockReading>, Status> {

@@ -60,7 +60,7 @@ async fn join_stream(mut connection: HostConnection, pod: &AgentPod) {
         }
         return;
     }
-    let process = match pod.find_process(&open.id, &open.exec_id) {
+    let process = match pod.find_process(&pod.ids.in_guest(open.id.clone()), &open.exec_id) {
         Ok(process) => process,
         Err(error) => return tracing::warn!(error = %Chain(&error), "a stream names a process that does not exist"),
     };

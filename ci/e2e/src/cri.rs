@@ -2,6 +2,7 @@
 
 use nacelle_proto::cri;
 use nacelle_proto::cri::runtime_service_client::RuntimeServiceClient;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 use tonic::Status;
@@ -118,4 +119,29 @@ pub async fn checkpoint(
     });
     request.set_timeout(limit);
     cri.checkpoint_pod(request).await.map(drop)
+}
+
+/// Restores a pod from a checkpoint; returns it, and the ids of its containers by their names. The request has this time limit.
+///
+/// # Errors
+/// The daemon's.
+pub async fn restore(
+    cri: &mut CriClient,
+    checkpoint: &Path,
+    handler: &str,
+    config: cri::PodSandboxConfig,
+    containers: &[cri::ContainerConfig],
+    limit: Duration,
+) -> Result<(CriPod, BTreeMap<String, String>), Status> {
+    let mut request = tonic::Request::new(cri::RestorePodRequest {
+        checkpoint_path: checkpoint.display().to_string(),
+        runtime_handler: handler.to_owned(),
+        config: Some(config.clone()),
+        container_configs: containers.to_vec(),
+        ..Default::default()
+    });
+    request.set_timeout(limit);
+    let restored = cri.restore_pod(request).await?.into_inner();
+    let ids = restored.restored_containers.into_iter().map(|container| (container.name, container.container_id));
+    Ok((CriPod { id: restored.pod_sandbox_id, config }, ids.collect()))
 }

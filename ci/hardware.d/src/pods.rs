@@ -111,6 +111,7 @@ impl PodFactory {
             initrd: self.initrd.clone(),
             kernel_args: Vec::new(),
             template: None,
+            checkpoint: None,
             network: None,
             hostname: format!("pod-{number}"),
             sysctls: Default::default(),

@@ -243,9 +243,10 @@ fn what_is_wrong_is_refused_with_its_code_and_changes_nothing() {
         };
         assert_eq!(create(privileged).await.unwrap_err().code(), Code::InvalidArgument);
         assert!(daemon.containers().await.is_empty() && !world.script.seen("create"));
-        let error = daemon.cri.restore_pod(cri::RestorePodRequest::default()).await.unwrap_err();
+        let request = cri::CheckpointContainerRequest::default();
+        let error = daemon.cri.checkpoint_container(request).await.unwrap_err();
         assert_eq!(error.code(), Code::Unimplemented);
-        assert!(error.message().starts_with("RestorePod "), "{error}");
+        assert!(error.message().starts_with("CheckpointContainer "), "{error}");
     });
 }
 

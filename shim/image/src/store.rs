@@ -8,11 +8,13 @@ use crate::files::{CopyOutcome, ImageFile};
 use crate::install::{StoreState, live_content};
 use crate::progress::{Installation, Installations};
 use crate::registry::HttpClients;
+use crate::sums::{ContentSums, sum_path};
 use crate::{Auth, ImageError, ImageStoreConfig, Reference, load, pull};
+use nacelle_base::files::at;
 use nacelle_base::machine::{Extent, ImageDisk};
 use nacelle_base::task::run_blocking;
 use nacelle_base::timeline::Timeline;
-use nacelle_model::digest::ImageId;
+use nacelle_model::digest::{Digest, ImageId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -348,6 +350,28 @@ impl ImageStore {
                 disk: ImageDisk { extents: extents.collect() },
                 config: shared.read_image_config(id, &stored)?,
             })
+        })
+        .await?
+    }
+
+    /// Returns a digest of how the root file system of an image is laid out on a disk: of the lengths and digests of its files. A guest that
+    /// has mounted the image finds it again in every image with the same digest. The condition for the image is that of `rootfs`.
+    pub async fn layout(&self, id: &ImageId) -> Result<Digest, ImageError> {
+        let (shared, id) = (Arc::clone(&self.shared), *id);
+        run_blocking("find the layout of an image", move || {
+            let stored = shared.require_sound_image(&id)?;
+            let blobs = stored.blobs.iter().map(|&(diff_id, _)| (ContentKind::Layer, diff_id));
+            let mut text = String::new();
+            for key in [(ContentKind::Tree, stored.tree)].into_iter().chain(blobs) {
+                let path = shared.directory.sums_path(key);
+                // Stores of Nacelle 0.1 have no record.
+                let sum = match ContentSums::read(&path).map_err(at("read", &path))? {
+                    Some(sums) => sums.main,
+                    None => sum_path(&shared.directory.path(key))?,
+                };
+                text.push_str(&format!("{} {}\n", sum.length, sum.digest.hex()));
+            }
+            Ok(Digest::of(text.as_bytes()))
         })
         .await?
     }

@@ -8,8 +8,8 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
-    HoldResponse, ListContainersResponse, ReleaseRequest, RenewRequest, SetMemoryRequest, SetSocketsRequest,
-    SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    HoldResponse, ListContainersResponse, ReleaseRequest, RenewRequest, RestoreRequest, RestoreResponse,
+    SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -195,6 +195,10 @@ impl Agent for KeeperService {
 
     async fn release(&self, _: Request<ReleaseRequest>) -> Result<Response<Empty>, Status> {
         unsupported("be released", "it is never held")
+    }
+
+    async fn restore(&self, _: Request<RestoreRequest>) -> Result<Response<RestoreResponse>, Status> {
+        unsupported("be restored", "nacelle vm snapshot restores it")
     }
 
     async fn follow_clock(&self, _: Request<FollowClockRequest>) -> Result<Response<ClockReading>, Status> {

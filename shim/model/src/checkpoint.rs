@@ -5,7 +5,7 @@
 //! pods and containers. A golden file in `tests/golden` holds the current version.
 
 use crate::container::{ContainerConfig, ContainerImage};
-use crate::digest::ImageId;
+use crate::digest::{Digest, ImageId};
 use crate::pod::PodConfig;
 use crate::record::ContainerRecord;
 use crate::resources::{PodResources, Resources};
@@ -122,6 +122,8 @@ pub struct SavedContainer {
     pub image: ContainerImage,
     /// The images of the image volumes, in the order of the volumes.
     pub volumes: Vec<ContainerImage>,
+    /// The volumes of the node whose content is in the VM.
+    pub guest_volumes: Vec<SavedVolume>,
     /// The resolved user.
     pub user: Option<ContainerUser>,
     /// The number of the stop signal.
@@ -132,9 +134,33 @@ pub struct SavedContainer {
     pub started_at: i64,
 }
 
-impl From<&ContainerRecord> for SavedContainer {
-    fn from(record: &ContainerRecord) -> SavedContainer {
+/// A volume of the node that was copied into the VM, or that is an emptyDir in its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedVolume {
+    /// The path in the container.
+    pub container_path: String,
+    /// The name in the guest.
+    pub name: String,
+}
+
+/// The longest name of a volume in a guest in bytes.
+const MAX_VOLUME_NAME: usize = 128;
+
+impl SavedVolume {
+    /// Whether the name can be that of a volume in a guest, which becomes the name of a directory.
+    pub fn is_valid(&self) -> bool {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        let name = &self.name;
+        (1..=MAX_VOLUME_NAME).contains(&name.len()) && !name.starts_with('.') && name.chars().all(plain)
+    }
+}
+
+impl SavedContainer {
+    /// Returns what is saved of a container with these volumes in the VM.
+    pub fn new(record: &ContainerRecord, guest_volumes: Vec<SavedVolume>) -> SavedContainer {
         SavedContainer {
+            guest_volumes,
             id: record.id.clone(),
             config: Arc::clone(&record.config),
             resources: record.resources.clone(),
@@ -160,6 +186,10 @@ pub struct SavedImagePlacement {
     pub offset: u64,
     /// The length in bytes.
     pub length: u64,
+    /// The digest of how the image is laid out there: the guest has mounted it, and finds it again only in an image with the same. `None`
+    /// if the node did not have the image any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout: Option<Digest>,
 }
 
 /// The lengths of the three files of the VM in bytes, holes included.
@@ -236,13 +266,13 @@ fn check_length(text: &[u8]) -> Result<(), CheckpointManifestError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::digest::Digest;
     use crate::testing::{container, pod};
 
     const GOLDEN: &str = include_str!("../tests/golden/checkpoint-v1.json");
 
     fn sample() -> CheckpointManifest {
         let pod = pod(1);
+        let volume = SavedVolume { container_path: "/config".into(), name: "configmap.conf.0123456789abcdef".into() };
         CheckpointManifest {
             version: VERSION,
             id: "0123456789abcdef0123456789abcdef".into(),
@@ -270,19 +300,48 @@ mod tests {
                 kernel_release: pod.kernel_release,
                 kernel_args: vec!["quiet".into()],
             },
-            containers: vec![SavedContainer::from(&container(2, 1))],
+            containers: vec![SavedContainer::new(&container(2, 1), vec![volume])],
             other_containers: vec![ContainerId::from_bytes([3; 32])],
-            images: vec![SavedImagePlacement { image: Digest([7; 32]), partition: 1, offset: 1 << 20, length: 4096 }],
+            images: vec![SavedImagePlacement {
+                image: Digest([7; 32]),
+                partition: 1,
+                offset: 1 << 20,
+                length: 4096,
+                layout: Some(Digest([8; 32])),
+            }],
             undrained: vec![ContainerId::from_bytes([2; 32])],
             files: SavedFileSizes { state: 1000, memory: 896 << 20, scratch: 64 << 20 },
         }
     }
 
-    /// The file was written once and never changes: a checkpoint stays readable.
+    /// The file never changes once a release has written it: a checkpoint stays readable.
     #[test]
     fn the_current_version_stays_readable() {
         assert_eq!(String::from_utf8(sample().encode().unwrap()).unwrap(), GOLDEN);
         assert_eq!(CheckpointManifest::decode(GOLDEN.as_bytes()).unwrap(), sample());
+    }
+
+    #[test]
+    fn the_name_of_a_volume_is_that_of_a_directory() {
+        let is_valid = |name: &str| SavedVolume { container_path: "/v".into(), name: name.into() }.is_valid();
+        assert!(is_valid("configmap.conf.0123456789abcdef") && is_valid("0a.1") && is_valid(&"x".repeat(128)));
+        for name in ["", ".", "..", ".x", "a/b", "../x", "a b", "\u{e4}", "a\0", &"x".repeat(129)] {
+            assert!(!is_valid(name), "{name:?}");
+        }
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(256))]
+        #[test]
+        fn a_damaged_manifest_is_read_or_refused(at in 0..GOLDEN.len(), byte in 0..=255_u8) {
+            let mut bytes = GOLDEN.as_bytes().to_vec();
+            bytes[at] = byte;
+            if let Ok(manifest) = CheckpointManifest::decode(&bytes) {
+                let encoded = manifest.encode().unwrap();
+                proptest::prop_assert_eq!(CheckpointManifest::decode(&encoded).unwrap(), manifest);
+            }
+            let _ = CheckpointManifest::decode(&bytes[..at]);
+        }
     }
 
     #[test]

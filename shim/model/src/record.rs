@@ -13,6 +13,7 @@ use crate::state;
 use nacelle_base::timeline::TimelineStep;
 use nacelle_base::{ContainerId, PodId};
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -74,6 +75,22 @@ pub struct PodRecord {
     /// The pod process, from its start until all of its resources are released.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<PodProcess>,
+    /// The checkpoint from which the pod continues; `None` if it is a new one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored: Option<RestoredFrom>,
+}
+
+/// The checkpoint from which a pod continues.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoredFrom {
+    /// The id of the checkpoint.
+    pub checkpoint: String,
+    /// The containers that continue.
+    pub containers: BTreeSet<ContainerId>,
+    /// The names that the volumes of the node have in the guest, by what identifies the volume on the node.
+    pub volumes: BTreeMap<String, String>,
+    /// All containers were created: the pod is no longer removed if the daemon ends.
+    pub is_complete: bool,
 }
 
 /// The record of a container. Times are nanoseconds since 1970; 0 if the event has not happened.

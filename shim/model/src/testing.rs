@@ -55,6 +55,7 @@ pub fn pod(n: u8) -> PodRecord {
         resources: None,
         user: None,
         process: None,
+        restored: None,
     }
 }
 

@@ -20,9 +20,10 @@ use crate::file_server_channel::FileServerChannel;
 use crate::guest_values::{Bounded, describe_exit};
 use crate::images::{ImageTable, Placement};
 use crate::log::ContainerLog;
-use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK};
+use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK, VmStart};
 use crate::memory::{self, MemoryLayout, MemoryResizer, RunningVm};
 use crate::record::{Phase, SavedPodState};
+use crate::restore::{self, RestoredVm};
 use crate::socket_volumes::SocketVolumes;
 use crate::spec::PodSpec;
 use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
@@ -183,6 +184,8 @@ impl PodActor {
         let (published, published_receiver) = watch::channel(record.clone());
         let (events, inbox) = mpsc::unbounded_channel();
         let handles = ActorHandles { inbox: events.clone(), published: published_receiver };
+        let images = spec.checkpoint.iter().flat_map(|checkpoint| &checkpoint.images);
+        let images = ImageTable::with_saved(images.map(|image| (image.key.as_str(), Placement::from(image))));
         let actor = PodActor {
             spec,
             dir: dir.to_owned(),
@@ -200,7 +203,7 @@ impl PodActor {
             boot: None,
             end: None,
             containers: BTreeMap::new(),
-            images: ImageTable::default(),
+            images,
             image_outcomes: BTreeMap::new(),
             devices: DeviceTable::default(),
             attached_devices: BTreeMap::new(),
@@ -351,7 +354,7 @@ impl PodActor {
     }
 
     fn on_assembled(&mut self, vm: AssembledVm) {
-        let AssembledVm { machine, mut exit, incoming, undo, memory, from_template, timeline } = vm;
+        let AssembledVm { machine, mut exit, start, undo, memory, timeline } = vm;
         let (events, exit_watch) = (self.events.clone(), exit.clone());
         tokio::spawn(async move {
             if let Ok(exit) = exit.wait_for(Option::is_some).await
@@ -360,7 +363,6 @@ impl PodActor {
                 report(&events, EffectEvent::VmExited(exit));
             }
         });
-        let started = StartedVm { incoming, link: machine.link(), exit_watch, memory, from_template };
         let vm = Arc::clone(&machine);
         self.vm = VmStage::Running { machine, memory, undo };
         if self.record.phase != Phase::Booting {
@@ -370,10 +372,21 @@ impl PodActor {
         }
         let (spec, network, events) = (Arc::clone(&self.spec), self.network.subscribe(), self.events.clone());
         let handshake = tokio::spawn(async move {
-            let outcome = boot::configure_guest(&spec, started, network, &timeline).await;
-            if outcome.is_ok() && vm.as_memory_hotplug().is_some() {
-                memory::release_reserve(vm, memory).await;
-            }
+            let link = vm.link();
+            let outcome = match start {
+                VmStart::Handshake { incoming, from_template } => {
+                    let started = StartedVm { incoming, link, exit_watch, memory, from_template };
+                    let outcome = boot::configure_guest(&spec, started, network, &timeline).await;
+                    if outcome.is_ok() && vm.as_memory_hotplug().is_some() {
+                        memory::release_reserve(vm, memory).await;
+                    }
+                    outcome
+                }
+                // The reserve of a restored VM may be in use.
+                VmStart::Checkpoint(base) => {
+                    restore::adopt_guest(&spec, &base, RestoredVm { link, exit_watch }, network, &timeline).await
+                }
+            };
             report(&events, EffectEvent::HandshakeEnded(outcome));
         });
         self.boot = Some(handshake.abort_handle());
@@ -391,6 +404,7 @@ impl PodActor {
             {
                 self.socket_volumes.serve(&*machine.link());
             }
+            self.detach_unused_images(&guest.agent);
             self.agent = Some(guest.agent);
             self.configured = guest.response;
             for reply in self.configure_replies.drain(..) {

@@ -205,6 +205,20 @@ impl Agent {
         self.call("release the containers", BRIEF_LIMIT, self.rpc.clone().release(request)).await.map(drop)
     }
 
+    /// Informs the agent that its VM was restored.
+    pub async fn renew(&self, request: proto::RenewRequest) -> Result<(), PodError> {
+        self.call("renew the guest", self.limit, self.rpc.clone().renew(request)).await.map(drop)
+    }
+
+    /// Makes the guest of a restored VM that of another pod.
+    pub async fn restore(
+        &self,
+        request: proto::RestoreRequest,
+        limit: Duration,
+    ) -> Result<FromGuest<proto::RestoreResponse>, PodError> {
+        self.call("become another pod", limit, self.rpc.clone().restore(request)).await
+    }
+
     /// Kills the remaining processes of a container and removes it.
     pub async fn remove_container(&self, id: &str) -> Result<(), PodError> {
         let request = common::ContainerRef { id: id.to_owned() };

@@ -115,7 +115,7 @@ async fn handshake(
     incoming: Box<dyn LinkListener>,
     memory: MemoryLayout,
     from_template: bool,
-    mut network: NetworkWatch,
+    network: NetworkWatch,
     timeline: &Timeline,
 ) -> Result<Bounded<pod::ConfigureResponse>, PodError> {
     let hello = async {
@@ -138,16 +138,18 @@ async fn handshake(
         }
         Ok((stream, hello))
     };
-    let network = async {
-        let network = network.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
-        network.ok_or(PodError::Ending)
-    };
-    let ((mut stream, hello), network) = tokio::try_join!(hello, network)?;
+    let ((mut stream, hello), network) = tokio::try_join!(hello, wait_for_network(network))?;
 
     let step = timeline.begin("configuration of the guest");
     configure(&mut stream, &boot_config(spec, &network, memory)?, spec.timeouts.configure()).await?;
     step.done();
     Ok(hello.into_response(timeline.steps(), from_template))
+}
+
+/// Waits until the daemon has sent the network.
+pub async fn wait_for_network(mut network: NetworkWatch) -> Result<Arc<pod::ConfigureRequest>, PodError> {
+    let network = network.wait_for(Option::is_some).await.map_err(|_closed| PodError::Ending)?.clone();
+    network.ok_or(PodError::Ending)
 }
 
 /// Sends the configuration to an agent that has said hello, and waits until it has applied it. Each may take `limit`.

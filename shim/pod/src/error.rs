@@ -11,7 +11,7 @@ use nacelle_base::copied_in::CopyInFailure;
 use nacelle_base::files::FileError;
 use nacelle_base::task::TaskError;
 use nacelle_base::{Chain, Classify, FailureKind};
-use nacelle_engine::{BlockError, EngineError, LinkError};
+use nacelle_engine::{BlockError, EngineError, LinkError, SnapshotError};
 use nacelle_net::NetError;
 use std::io;
 use std::path::PathBuf;
@@ -255,6 +255,21 @@ pub enum PodError {
     /// The checkpoint was stopped by its caller, or by the end of the pod.
     #[error("the checkpoint was stopped: its caller has gone, or the pod is ending")]
     CheckpointStopped,
+    /// The state of a checkpoint cannot be read.
+    #[error("cannot restore the pod: its checkpoint cannot be read")]
+    Checkpoint(#[from] SnapshotError),
+    /// The files of a checkpoint are not those that the specification describes.
+    #[error(
+        "cannot restore the pod: the checkpoint in {} has another VM or scratch disk than its manifest says; make a new checkpoint",
+        directory.display()
+    )]
+    OtherCheckpoint {
+        /// The directory of the checkpoint.
+        directory: PathBuf,
+    },
+    /// The engine cannot continue a saved VM.
+    #[error("cannot restore the pod: its engine cannot continue a saved VM; use a handler with engine kvm")]
+    NoRestorer,
     /// Work on the blocking pool did not finish.
     #[error(transparent)]
     Task(#[from] TaskError),
@@ -311,6 +326,9 @@ impl Classify for PodError {
             | PodError::CheckpointInProgress
             | PodError::OtherContainers { .. }
             | PodError::NoCheckpointFiles { .. }
+            | PodError::Checkpoint(_)
+            | PodError::OtherCheckpoint { .. }
+            | PodError::NoRestorer
             | PodError::ForeignProcess { .. } => FailureKind::Conflict,
             PodError::Stream { .. } | PodError::Died { .. } | PodError::Ending | PodError::CheckpointStopped => {
                 FailureKind::Unavailable

@@ -118,10 +118,31 @@ impl Bounded<agent::AgentHello> {
     /// Returns the reply to Configure, with the steps that the pod process measured.
     pub fn into_response(self, steps: Vec<TimelineStep>, from_template: bool) -> Bounded<pod::ConfigureResponse> {
         let agent::AgentHello { agent_version, kernel_release, .. } = self.0;
-        let steps =
-            steps.into_iter().map(|step| pod::BootStep { name: step.what, started_at: step.at, micros: step.micros });
-        Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps: steps.collect(), from_template })
+        let steps = steps.into_iter().map(boot_step).collect();
+        Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps, from_template })
     }
+}
+
+impl FromGuest<agent::RestoreResponse> {
+    /// Shortens the texts.
+    pub fn bound(self) -> Bounded<agent::RestoreResponse> {
+        let version = |version: &str| printable(version, MAX_VERSION);
+        let (agent_version, kernel_release) = (version(&self.0.agent_version), version(&self.0.kernel_release));
+        Bounded(agent::RestoreResponse { agent_version, kernel_release })
+    }
+}
+
+impl Bounded<agent::RestoreResponse> {
+    /// Returns the reply to Configure, with the steps that the pod process measured.
+    pub fn into_response(self, steps: Vec<TimelineStep>) -> Bounded<pod::ConfigureResponse> {
+        let agent::RestoreResponse { agent_version, kernel_release } = self.0;
+        let steps = steps.into_iter().map(boot_step).collect();
+        Bounded(pod::ConfigureResponse { kernel_release, agent_version, steps, from_template: false })
+    }
+}
+
+fn boot_step(step: TimelineStep) -> pod::BootStep {
+    pod::BootStep { name: step.what, started_at: step.at, micros: step.micros }
 }
 
 impl FromGuest<agent::BootReport> {

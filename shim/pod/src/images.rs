@@ -63,6 +63,18 @@ pub enum PlacementError {
         /// The number of files.
         expected: usize,
     },
+    /// The image is not the one that the restored guest has mounted.
+    #[error(
+        "cannot attach image {key}: it has {length} bytes, and the guest was saved with {saved}; make a new checkpoint"
+    )]
+    OtherLength {
+        /// The key of the image.
+        key: String,
+        /// The length in bytes.
+        length: u64,
+        /// The length in the checkpoint.
+        saved: u64,
+    },
     /// All partition numbers or all offsets are in use.
     #[error(
         "cannot attach image {key}: the pod's image disk is full ({images} images are attached); use fewer images in the pod"
@@ -79,7 +91,7 @@ impl Classify for PlacementError {
     fn kind(&self) -> FailureKind {
         match self {
             PlacementError::DiskFull { .. } => FailureKind::Exhausted,
-            PlacementError::NotOffered { .. } => FailureKind::Conflict,
+            PlacementError::NotOffered { .. } | PlacementError::OtherLength { .. } => FailureKind::Conflict,
             _ => FailureKind::Invalid,
         }
     }
@@ -92,16 +104,40 @@ pub struct ImageTable {
     ranges_in_use: BTreeMap<u64, Placement>,
     /// The images that containers can share, by key, with the number of users.
     by_key: BTreeMap<String, (Placement, usize)>,
+    /// The images that a restored guest has mounted, by key, until their first user.
+    saved: BTreeMap<String, Placement>,
 }
 
 impl ImageTable {
-    /// Counts one more user of `key`. The flag is true if the image is new and must be placed and attached.
+    /// A table for a guest that has mounted these images.
+    pub fn with_saved<'a>(images: impl IntoIterator<Item = (&'a str, Placement)>) -> ImageTable {
+        let saved: BTreeMap<_, _> = images.into_iter().map(|(key, placement)| (key.to_owned(), placement)).collect();
+        let ranges_in_use = saved.values().map(|placement| (placement.offset, *placement)).collect();
+        ImageTable { ranges_in_use, by_key: BTreeMap::new(), saved }
+    }
+
+    /// Forgets an image that the restored guest has mounted and no container has used. Its range stays in use until
+    /// [`ImageTable::free`].
+    pub fn forget_saved(&mut self, key: &str) -> Option<Placement> {
+        self.saved.remove(key)
+    }
+
+    /// Counts one more user of `key`. The flag is true if the image is new and must be placed and attached. An image that the guest has
+    /// mounted keeps its place.
     pub fn acquire(&mut self, key: &str, image: &ImageDisk) -> Result<(Placement, bool), PlacementError> {
         if let Some((placement, users)) = self.by_key.get_mut(key) {
             *users += 1;
             return Ok((*placement, false));
         }
         let length = checked_length(key, image)?;
+        if let Some(placement) = self.saved.get(key).copied() {
+            if placement.length != length {
+                return Err(PlacementError::OtherLength { key: key.to_owned(), length, saved: placement.length });
+            }
+            self.saved.remove(key);
+            self.by_key.insert(key.to_owned(), (placement, 1));
+            return Ok((placement, true));
+        }
         let disk_full = || PlacementError::DiskFull { key: key.to_owned(), images: self.ranges_in_use.len() };
         let numbers: std::collections::BTreeSet<u32> = self.ranges_in_use.values().map(|p| p.partition).collect();
         let partition = (1..=MAX_PARTITIONS).find(|n| !numbers.contains(n)).ok_or_else(disk_full)?;
@@ -132,9 +168,10 @@ impl ImageTable {
         }
     }
 
-    /// Returns the images that containers can share, by key.
+    /// Returns the images that the guest has mounted and containers can share, by key.
     pub fn placed(&self) -> impl Iterator<Item = (&str, Placement)> {
-        self.by_key.iter().map(|(key, (placement, _))| (key.as_str(), *placement))
+        let saved = self.saved.iter().map(|(key, placement)| (key.as_str(), *placement));
+        self.by_key.iter().map(|(key, (placement, _))| (key.as_str(), *placement)).chain(saved)
     }
 
     /// Returns the first gap of this length.
@@ -197,6 +234,24 @@ mod tests {
         assert_eq!(images.acquire("a", &image(4096)).unwrap().0.offset, 5 * ALIGNMENT);
         images.free(first);
         assert_eq!(images.acquire("d", &image(4096)).unwrap().0, first);
+    }
+
+    #[test]
+    fn saved_images_keep_their_places() {
+        let saved = |partition, offset| Placement { partition, offset, length: 4096 };
+        let (a, b) = (saved(2, 3 * ALIGNMENT), saved(1, ALIGNMENT));
+        let mut images = ImageTable::with_saved([("a", a), ("b", b)]);
+        assert_eq!(images.placed().collect::<Vec<_>>(), [("a", a), ("b", b)]);
+        let other = images.acquire("a", &image(8192)).unwrap_err();
+        assert!(matches!(other, PlacementError::OtherLength { length: 8192, saved: 4096, .. }));
+        assert_eq!(images.acquire("a", &image(4096)).unwrap(), (a, true));
+        assert_eq!(images.acquire("a", &image(4096)).unwrap(), (a, false));
+        // Others get a range and a number that no saved image has.
+        assert_eq!(images.acquire("c", &image(4096)).unwrap().0, Placement { partition: 3, ..saved(3, 2 * ALIGNMENT) });
+        assert_eq!((images.forget_saved("b"), images.forget_saved("b")), (Some(b), None));
+        images.free(b);
+        assert_eq!(images.acquire("b", &image(4096)).unwrap(), (b, true));
+        assert_eq!((images.release("a"), images.release("a")), (None, Some(a)));
     }
 
     #[test]

@@ -33,6 +33,7 @@ mod memory;
 mod process;
 pub mod protocol;
 pub mod record;
+mod restore;
 pub mod run_dir;
 pub mod scratch;
 mod server;

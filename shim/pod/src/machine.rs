@@ -6,8 +6,9 @@
 use crate::clock::ClockSteps;
 use crate::error::PodError;
 use crate::memory::MemoryLayout;
-use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec};
-use crate::{agent, jail_dir, scratch};
+use crate::restore::{CheckpointBase, CheckpointFiles};
+use crate::spec::{EngineSpec, MIN_MEMORY_MIB, PodSpec, ScratchSpec};
+use crate::{agent, jail_dir, restore, scratch};
 use nacelle_base::Chain;
 use nacelle_base::files::{at, remove_if_there, remove_tree_if_there};
 use nacelle_base::jailed::JailedFile;
@@ -53,16 +54,27 @@ pub struct AssembledVm {
     pub machine: Arc<dyn Machine>,
     /// Reports when and how the VM has ended.
     pub exit: agent::ExitWatch,
-    /// Accepts the agent's connection for the boot handshake.
-    pub incoming: Box<dyn LinkListener>,
+    /// How the VM has begun.
+    pub start: VmStart,
     /// The actions that release the resources of the VM.
     pub undo: UndoStack,
     /// The layout of its memory.
     pub memory: MemoryLayout,
-    /// The VM was restored from a template, not booted.
-    pub from_template: bool,
     /// The boot steps so far, with their durations.
     pub timeline: Timeline,
+}
+
+/// How a VM begins.
+pub enum VmStart {
+    /// Its agent connects for the boot handshake.
+    Handshake {
+        /// Accepts the agent's connection.
+        incoming: Box<dyn LinkListener>,
+        /// The VM was restored from a template, not booted.
+        from_template: bool,
+    },
+    /// It continues from this checkpoint.
+    Checkpoint(CheckpointBase),
 }
 
 /// Returns the name of the n-th tap, in the pod's network namespace.
@@ -84,6 +96,8 @@ pub struct PreparedVm {
     pub clock_steps: Option<ClockSteps>,
     /// The template from which the VM is restored; `None`: it boots.
     pub template: Option<Snapshot>,
+    /// The checkpoint from which the VM continues.
+    pub checkpoint: Option<CheckpointFiles>,
     /// Tracks which pages the VM will have written; `None`: it cannot be saved while it runs.
     pub tracker: Option<PageTracker>,
     /// The boot steps so far, with their durations.
@@ -101,6 +115,7 @@ impl PreparedVm {
             copied_volumes: None,
             clock_steps: None,
             template: None,
+            checkpoint: None,
             tracker: None,
             timeline,
         }
@@ -127,7 +142,11 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
     let (taps, copied) = std::thread::scope(|scope| {
         let copied = scope.spawn(|| {
             remove_if_there(&disk)?;
-            scratch::copy_template(&scratch::create_template(&spec.scratch.templates, spec.scratch.size_mib)?, &disk)
+            let (ScratchSpec { size_mib, templates }, to) = (&spec.scratch, &disk);
+            match &spec.checkpoint {
+                Some(base) => restore::copy_scratch(base, *size_mib, to),
+                None => Ok(scratch::copy_template(&scratch::create_template(templates, *size_mib)?, to)?),
+            }
         });
         (create_taps(spec), copied.join())
     });
@@ -145,7 +164,7 @@ pub fn prepare(spec: &PodSpec) -> Result<PreparedVm, PodError> {
             let _ = remove_if_there(&disk);
             Err(error)
         }
-        (Ok(_), Err(error)) => Err(error.into()),
+        (Ok(_), Err(error)) => Err(error),
     }
 }
 
@@ -157,10 +176,7 @@ pub async fn assemble(
     engine: Arc<dyn Engine>,
     prepared: PreparedVm,
 ) -> Result<AssembledVm, PodError> {
-    let PreparedVm { taps, disk, has_name, shares, template, timeline, .. } = prepared;
-    let template = template.filter(|_saved| engine.as_restorer().is_some());
-    let from_template = template.is_some();
-    let memory = MemoryLayout::new(spec, template.as_ref().map(Snapshot::memory_mib));
+    let PreparedVm { taps, disk, has_name, shares, template, checkpoint, timeline, .. } = prepared;
     let mut undo = UndoStack::new();
     if has_name {
         undo.push("scratch disk", {
@@ -168,6 +184,9 @@ pub async fn assemble(
             move || remove_if_there(&disk)
         });
     }
+    let saved = find_saved(spec, &*engine, template, checkpoint).await?;
+    let from_template = saved.is_some() && spec.checkpoint.is_none();
+    let memory = MemoryLayout::new(spec, saved.as_ref().map(Snapshot::memory_mib));
     let nics = taps.into_iter().map(|(tap, dhcp)| {
         let Tap { fd, more_queues, .. } = tap;
         Ok(NicSpec { tap: fd, more_queues, dhcp, mac: random_mac()?, mtu: MAX_MTU })
@@ -200,11 +219,18 @@ pub async fn assemble(
         guest_cid: GUEST_CID,
         shares,
     };
-    let step = if from_template { "machine from its template" } else { "machine" };
-    let (machine, exit) = timeline.measure(step, start(engine, machine, template)).await?;
+    let step = match &saved {
+        Some(_) if from_template => "machine from its template",
+        Some(_) => "machine from its checkpoint",
+        None => "machine",
+    };
+    let (machine, exit) = timeline.measure(step, start(engine, machine, saved)).await?;
     // The VM has the disk open. Without a name its blocks are freed when this process ends, however that happens.
     if has_name && let Err(error) = remove_if_there(&disk) {
         tracing::warn!(disk = %disk.display(), "{}", Chain(&error));
+    }
+    if let Some(base) = spec.checkpoint.clone() {
+        return Ok(AssembledVm { machine, exit, start: VmStart::Checkpoint(base), undo, memory, timeline });
     }
     let listening = machine.link().listen(agent::BOOT_PORT);
     let incoming = match listening {
@@ -216,7 +242,20 @@ pub async fn assemble(
             return Err(error);
         }
     };
-    Ok(AssembledVm { machine, exit, incoming, undo, memory, from_template, timeline })
+    Ok(AssembledVm { machine, exit, start: VmStart::Handshake { incoming, from_template }, undo, memory, timeline })
+}
+
+/// Returns what the VM is restored from; `None`: it boots. A checkpoint is read here, in the jail, because a guest may have made it.
+async fn find_saved(
+    spec: &PodSpec,
+    engine: &dyn Engine,
+    template: Option<Snapshot>,
+    checkpoint: Option<CheckpointFiles>,
+) -> Result<Option<Snapshot>, PodError> {
+    let can_restore = engine.as_restorer().is_some();
+    let Some(base) = spec.checkpoint.clone() else { return Ok(template.filter(|_saved| can_restore)) };
+    let files = checkpoint.filter(|_files| can_restore).ok_or(PodError::NoRestorer)?;
+    run_blocking("read the checkpoint", move || files.read(&base)).await?.map(Some)
 }
 
 /// Returns the kernel command-line parameters. The last of equal parameters counts: a VM with a vCPU reserve boots without the reserve.
@@ -265,13 +304,13 @@ pub fn random(bytes: &mut [u8]) -> Result<(), PodError> {
 
 type StartedVm = (Arc<dyn Machine>, agent::ExitWatch);
 
-/// Restores a VM from the template, or boots it.
+/// Restores a VM from what was saved, or boots it.
 fn start_engine(
     engine: &dyn Engine,
     spec: CheckedSpec,
-    template: Option<Snapshot>,
+    saved: Option<Snapshot>,
 ) -> Result<Box<dyn Machine>, EngineError> {
-    let Some((restorer, saved)) = engine.as_restorer().zip(template) else { return engine.start(spec) };
+    let Some((restorer, saved)) = engine.as_restorer().zip(saved) else { return engine.start(spec) };
     let machine = restorer.restore(spec, saved)?;
     if let Some(pausable) = machine.as_pausable() {
         pausable.resume()?;
@@ -279,12 +318,12 @@ fn start_engine(
     Ok(machine)
 }
 
-async fn start(engine: Arc<dyn Engine>, spec: MachineSpec, template: Option<Snapshot>) -> Result<StartedVm, PodError> {
+async fn start(engine: Arc<dyn Engine>, spec: MachineSpec, saved: Option<Snapshot>) -> Result<StartedVm, PodError> {
     let spec = spec.check(&engine.limits())?;
     let (sender, started) = oneshot::channel();
     let (exit_sender, exit) = watch::channel(None);
     let run = move || {
-        let machine: Arc<dyn Machine> = match start_engine(&*engine, spec, template) {
+        let machine: Arc<dyn Machine> = match start_engine(&*engine, spec, saved) {
             Ok(machine) => machine.into(),
             Err(error) => {
                 // If the receiver is exit, no caller needs the error.

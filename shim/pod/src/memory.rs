@@ -26,9 +26,10 @@ pub struct MemoryLayout {
 }
 
 impl MemoryLayout {
-    /// Returns the layout of a VM that boots, or of one that is restored from a template with `template_mib` of memory.
-    pub fn new(spec: &PodSpec, template_mib: Option<u32>) -> MemoryLayout {
-        let booted_mib = template_mib.unwrap_or(spec.memory_mib);
+    /// Returns the layout of a VM that boots, or of one whose kernel was started with `saved_mib` of memory: that of its template or its
+    /// checkpoint.
+    pub fn new(spec: &PodSpec, saved_mib: Option<u32>) -> MemoryLayout {
+        let booted_mib = saved_mib.unwrap_or(spec.memory_mib);
         let added_mib = spec.memory_mib.saturating_sub(booted_mib).div_ceil(BLOCK_MIB).saturating_mul(BLOCK_MIB);
         MemoryLayout { booted_mib, added_mib, reserve_mib: spec.reserved_memory_mib.unwrap_or(0) }
     }
@@ -66,7 +67,7 @@ pub struct RunningVm {
 
 /// Resizes the memory; concurrent resizes run one after the other. Has the bytes of the reserve that are in use. Clones
 /// are handles to the same.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct MemoryResizer(Arc<Mutex<u64>>);
 
 /// How much of the reserve is in use. As long as this exists, no resize begins.
@@ -91,6 +92,12 @@ pub fn check_request(spec: &PodSpec, requested: u64) -> Result<(), PodError> {
 }
 
 impl MemoryResizer {
+    /// A VM of this specification, of whose memory no resize has begun.
+    pub fn new(spec: &PodSpec) -> MemoryResizer {
+        let in_use = spec.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.reserve_used_bytes);
+        MemoryResizer(Arc::new(Mutex::new(in_use)))
+    }
+
     /// Brings `requested` bytes of the hot-plug memory into use; returns how many are in use then.
     pub async fn set(&self, vm: RunningVm, requested: u64) -> Result<Bounded<SetMemoryResponse>, PodError> {
         // A caller that has gone while it waits changes nothing.

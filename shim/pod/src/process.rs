@@ -3,6 +3,7 @@
 use crate::actor::{ActorMessage, ActorRequest, PodActor};
 use crate::error::PodError;
 use crate::identity;
+use crate::restore::CheckpointFiles;
 use crate::server::PodService;
 use crate::spec::PodSpec;
 use crate::{SOCKET_FILE, STREAM_SOCKET_FILE, checkpoint, jail, jail_dir, machine, share, streams, template};
@@ -50,6 +51,9 @@ pub fn run(dir: &Path, engine: impl FnOnce(&PodSpec) -> Result<Arc<dyn Engine>, 
         let step = prepared.timeline.begin("template");
         prepared.template = template::open(&spec);
         step.done();
+    }
+    if let Some(base) = &spec.checkpoint {
+        prepared.checkpoint = Some(CheckpointFiles::open(base)?);
     }
     prepared.tracker = checkpoint::open_tracker(&spec);
     if let Some(jail) = &spec.jail {

@@ -100,11 +100,16 @@ pub fn create_template(directory: &Path, size_mib: u64) -> Result<PathBuf, Scrat
     if path.exists() {
         return Ok(path);
     }
-    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))?;
+    create_directory(directory)?;
     let draft = Draft::create(&path)?;
     format_ext4(&draft.file, draft.path(), size_mib.saturating_mul(1 << 20), FORMAT)?;
     draft.commit()?;
     Ok(path)
+}
+
+/// Creates the directory of templates and disks unless it exists.
+pub fn create_directory(directory: &Path) -> Result<(), FileError> {
+    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(at("create", directory))
 }
 
 /// Creates the disk of a volume atomically, replacing an existing one. `draft` is a temporary path in the same directory

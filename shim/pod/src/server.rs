@@ -29,7 +29,7 @@ pub struct PodService {
 impl PodService {
     /// Creates the service in front of this actor, for the pod of this specification.
     pub fn new(handles: ActorHandles, spec: Arc<PodSpec>) -> Self {
-        Self { inbox: handles.inbox, published: handles.published, spec, memory: MemoryResizer::default() }
+        Self { inbox: handles.inbox, published: handles.published, memory: MemoryResizer::new(&spec), spec }
     }
 
     async fn call<T>(&self, request: impl FnOnce(Reply<T>) -> ActorRequest) -> Result<Response<T>, Status> {

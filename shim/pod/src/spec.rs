@@ -1,6 +1,7 @@
 //! Defines the pod process's specification: `DIR/spec.json`, which the daemon writes and the process reads once at its
 //! start. This module performs no I/O besides reading and writing that file.
 
+pub use crate::restore::{CheckpointBase, CheckpointImage, CheckpointedContainer};
 use crate::template::PodTemplate;
 use nacelle_base::disk_limits::DiskLimits;
 use nacelle_base::files::{FileError, at, write_whole};
@@ -64,6 +65,10 @@ pub struct PodSpec {
     /// The template from which the VM is restored if it can be used; `None`: the VM boots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<PodTemplate>,
+    /// The checkpoint from which the VM continues; `None`: the pod is a new one. vCPUs, memory, console and scratch disk are those of the
+    /// saved VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<CheckpointBase>,
     /// The network namespace and its interfaces; `None` for a pod without network.
     #[serde(default)]
     pub network: Option<NetworkSpec>,
@@ -374,6 +379,7 @@ impl PodSpec {
             ("network.netns", self.network.as_ref().map(|network| &network.netns)),
             ("scratch.templates", Some(&self.scratch.templates)),
             ("template.directory", self.template.as_ref().map(|template| &template.directory)),
+            ("checkpoint.directory", self.checkpoint.as_ref().map(|checkpoint| &checkpoint.directory)),
         ];
         for (field, path) in paths {
             if let Some(path) = path.filter(|path| !path.is_absolute()) {
@@ -409,6 +415,7 @@ pub(crate) mod tests {
             initrd: "/k/initrd".into(),
             kernel_args: vec![],
             template: Some(PodTemplate { directory: "/run/nacelle/templates/a".into(), memory_mib: 128 }),
+            checkpoint: None,
             network: Some(NetworkSpec {
                 netns: "/run/netns/a".into(),
                 interfaces: vec!["eth0".into()],

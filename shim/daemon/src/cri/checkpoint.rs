@@ -1,12 +1,14 @@
-//! Implements CheckpointPod: checks the request, calls the lifecycle, converts the result.
+//! Implements CheckpointPod and RestorePod: checks the request, calls the lifecycle, converts the result.
 
 use super::Cri;
+use super::container::RequestedContainer;
 use super::sandbox::required;
 use super::status::{refuse, status};
 use crate::deadline::CallerLimit;
-use crate::lifecycle::CheckpointOrder;
-use nacelle_base::FailureKind;
+use crate::lifecycle::{CheckpointOrder, ContainerToRestore, RestoreOrder};
+use nacelle_base::{ContainerId, FailureKind};
 use nacelle_proto::cri;
+use std::collections::HashMap;
 use std::path::{Component, Path};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -21,28 +23,73 @@ impl Cri {
         request: cri::CheckpointPodRequest,
         limit: Option<CallerLimit>,
     ) -> Result<cri::CheckpointPodResponse, Status> {
-        let limit = limit.map_or_else(|| Instant::now() + OWN_LIMIT, |limit| limit.0);
+        let limit = end_of(limit);
         self.node.checkpoint_pod(checkpoint_order(request, limit)?).await.map_err(status)?;
         Ok(cri::CheckpointPodResponse {})
     }
+
+    pub(super) async fn on_restore_pod(
+        &self,
+        request: cri::RestorePodRequest,
+        limit: Option<CallerLimit>,
+    ) -> Result<cri::RestorePodResponse, Status> {
+        let limit = end_of(limit);
+        let cri::RestorePodRequest { checkpoint_path, config, runtime_handler, options, container_configs } = request;
+        let checkpoint = checkpoint_directory("checkpoint_path", &checkpoint_path)?.to_owned();
+        refuse_options(&options)?;
+        let (config, handler, engine) = self.requested_pod(config.as_ref(), &runtime_handler).await?;
+        let mut containers = Vec::with_capacity(container_configs.len());
+        for asked in container_configs {
+            let RequestedContainer { config, image, volumes } =
+                self.requested_container(&config, false, Some(asked)).await?;
+            if !config.devices.is_empty() {
+                let message = format!("container {:?} has devices, which a checkpoint cannot hold", config.name);
+                return Err(refuse(FailureKind::Conflict, &message));
+            }
+            containers.push(ContainerToRestore { config, image, volumes });
+        }
+        let order = RestoreOrder { checkpoint, config, handler, engine, containers, limit };
+        let restored = self.node.restore_pod(order).await.map_err(status)?;
+        let container =
+            |(name, id): (String, ContainerId)| cri::RestoredContainer { name, container_id: id.to_string() };
+        Ok(cri::RestorePodResponse {
+            pod_sandbox_id: restored.id.to_string(),
+            restored_containers: restored.containers.into_iter().map(container).collect(),
+        })
+    }
+}
+
+/// Returns when the caller gives up.
+fn end_of(limit: Option<CallerLimit>) -> Instant {
+    limit.map_or_else(|| Instant::now() + OWN_LIMIT, |limit| limit.0)
+}
+
+/// Checks the path of a directory for a checkpoint.
+fn checkpoint_directory<'a>(field: &'static str, path: &'a str) -> Result<&'a Path, Status> {
+    let directory = Path::new(required(field, path)?);
+    let is_plain = !directory.components().any(|part| part == Component::ParentDir) && !path.contains('\0');
+    if directory.is_absolute() && is_plain {
+        return Ok(directory);
+    }
+    Err(refuse(FailureKind::Invalid, &format!("{field} is {path:?}: an absolute path without .. is needed")))
+}
+
+fn refuse_options(options: &HashMap<String, String>) -> Result<(), Status> {
+    let Some(key) = options.keys().min() else { return Ok(()) };
+    let message = format!("options has {key:?}: this version of Nacelle knows no options; leave it out");
+    Err(refuse(FailureKind::Invalid, &message))
 }
 
 /// Checks the form of a request.
 fn checkpoint_order(request: cri::CheckpointPodRequest, limit: Instant) -> Result<CheckpointOrder, Status> {
-    let invalid = |message: String| Err(refuse(FailureKind::Invalid, &message));
     let cri::CheckpointPodRequest { pod_sandbox_id, output_path, container_ids, options } = request;
     required("pod_sandbox_id", &pod_sandbox_id)?;
-    let output = Path::new(required("output_path", &output_path)?);
-    let is_plain = !output.components().any(|part| part == Component::ParentDir) && !output_path.contains('\0');
-    if !output.is_absolute() || !is_plain {
-        return invalid(format!("output_path is {output_path:?}: an absolute path without .. is needed"));
-    }
+    let output = checkpoint_directory("output_path", &output_path)?;
     if container_ids.is_empty() {
-        return invalid("container_ids is empty: all running containers of the pod must be named".to_owned());
+        let message = "container_ids is empty: all running containers of the pod must be named";
+        return Err(refuse(FailureKind::Invalid, message));
     }
-    if let Some(key) = options.keys().min() {
-        return invalid(format!("options has {key:?}: this version of Nacelle knows no options; leave it out"));
-    }
+    refuse_options(&options)?;
     Ok(CheckpointOrder { pod: pod_sandbox_id, output: output.to_owned(), containers: container_ids, limit })
 }
 

@@ -14,7 +14,8 @@ use nacelle_base::task::run_blocking;
 use nacelle_image::ImageRecord;
 use nacelle_keeper::streams_output;
 use nacelle_machines::machine_pod::{check_container, check_volumes};
-use nacelle_model::container::ContainerImage;
+use nacelle_model::container::{ContainerConfig, ContainerImage};
+use nacelle_model::pod::PodConfig;
 use nacelle_model::record::ContainerRecord;
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -24,21 +25,44 @@ use tonic::Status;
 /// The number of bytes of each ExecSync stream that are returned, as CRI demands.
 const EXEC_LIMIT: usize = 16 << 20;
 
+/// A container as requested, with its images in the store.
+pub(super) struct RequestedContainer {
+    pub config: ContainerConfig,
+    /// The image of the root file system.
+    pub image: ContainerImage,
+    /// The images of the image volumes, in the order of the volumes.
+    pub volumes: Vec<ContainerImage>,
+}
+
 impl Cri {
     pub(super) async fn on_create_container(
         &self,
-        mut request: cri::CreateContainerRequest,
+        request: cri::CreateContainerRequest,
     ) -> Result<cri::CreateContainerResponse, Status> {
-        let names = request.config.as_ref().map(cdi_names).unwrap_or_default();
+        let pod = required("pod_sandbox_id", &request.pod_sandbox_id)?;
+        let view = self.node.pod(pod).map_err(status)?;
+        let asked = self.requested_container(&view.pod.config, !view.applies_profiles(), request.config).await?;
+        let RequestedContainer { config, image, volumes } = asked;
+        let id = self.node.create(pod, config, image, volumes).await.map_err(creation_status)?;
+        Ok(cri::CreateContainerResponse { container_id: id.to_string() })
+    }
+
+    /// Checks the configuration of a new container of this pod, and finds its images. An old pod's agent applies no AppArmor profiles.
+    pub(super) async fn requested_container(
+        &self,
+        pod: &PodConfig,
+        is_old_pod: bool,
+        mut asked: Option<cri::ContainerConfig>,
+    ) -> Result<RequestedContainer, Status> {
+        let names = asked.as_ref().map(cdi_names).unwrap_or_default();
         let mut devices = Vec::new();
-        if let Some(config) = request.config.as_mut().filter(|_| !names.is_empty()) {
+        if let Some(config) = asked.as_mut().filter(|_| !names.is_empty()) {
             let directories = self.node.services().config.sandbox.cdi_dirs.clone();
             // As with seccomp profiles, the container gets the present contents of the files.
             let found = run_blocking("find the CDI devices", move || cdi::find_edits(&names, &directories)).await;
             devices = apply_cdi_edits(config, found.map_err(status)?.map_err(status)?);
         }
-        let pod = required("pod_sandbox_id", &request.pod_sandbox_id)?;
-        let seccomp = match seccomp_profile(request.config.as_ref()).map_err(status)? {
+        let seccomp = match seccomp_profile(asked.as_ref()).map_err(status)? {
             // Read now: later changes of the file do not affect the container.
             Some(path) => {
                 let read = run_blocking("read the seccomp profile", move || profile::read(&path)).await;
@@ -46,21 +70,20 @@ impl Cri {
             }
             None => None,
         };
-        let view = self.node.pod(pod).map_err(status)?;
-        let (node, users) = (view.pod.config.kind.node_namespaces(), view.pod.config.user_namespace);
-        let guest = view.pod.config.kind.has_guest();
-        let apparmor = match requested_apparmor(request.config.as_ref(), guest).map_err(status)? {
+        let (node, users) = (pod.kind.node_namespaces(), pod.user_namespace);
+        let guest = pod.kind.has_guest();
+        let apparmor = match requested_apparmor(asked.as_ref(), guest).map_err(status)? {
             _ if guest => None,
             requested => {
-                let (apparmor, is_old_pod) = (self.apparmor.clone(), !view.applies_profiles());
+                let apparmor = self.apparmor.clone();
                 let select = move || apparmor.select(&requested, is_old_pod);
                 run_blocking("select the AppArmor profile", select).await.map_err(status)?.map_err(status)?
             }
         };
         let parts = NodeParts { seccomp, apparmor, devices };
-        let config = container_config(request.config.as_ref(), parts, node, users).map_err(status)?;
-        container_label(request.config.as_ref(), !guest && self.selinux).map_err(status)?;
-        if let Some(machine) = view.pod.config.kind.machine() {
+        let config = container_config(asked.as_ref(), parts, node, users).map_err(status)?;
+        container_label(asked.as_ref(), !guest && self.selinux).map_err(status)?;
+        if let Some(machine) = pod.kind.machine() {
             check_container(machine, &config).map_err(status)?;
             check_volumes(machine, &config).map_err(status)?;
         } else if guest {
@@ -72,8 +95,7 @@ impl Cri {
         for volume in &config.volumes {
             volumes.push(container_image(&self.find_image("config.mounts.image.image", &volume.image).await?));
         }
-        let id = self.node.create(pod, config, container_image(&image), volumes).await.map_err(creation_status)?;
-        Ok(cri::CreateContainerResponse { container_id: id.to_string() })
+        Ok(RequestedContainer { config, image: container_image(&image), volumes })
     }
 
     /// Returns the image or artifact in a field of a container's configuration; it must have been pulled, and its files must be there.

@@ -250,8 +250,9 @@ impl cri::runtime_service_server::RuntimeService for Cri {
         self.logged(request, async |request| self.on_checkpoint_pod(request, limit).await).await
     }
 
-    async fn restore_pod(&self, _: Request<cri::RestorePodRequest>) -> Answer<cri::RestorePodResponse> {
-        Err(not_yet("RestorePod"))
+    async fn restore_pod(&self, request: Request<cri::RestorePodRequest>) -> Answer<cri::RestorePodResponse> {
+        let limit = request.extensions().get::<CallerLimit>().copied();
+        self.logged(request, async |request| self.on_restore_pod(request, limit).await).await
     }
 
     async fn get_container_events(&self, _: Request<cri::GetEventsRequest>) -> Answer<Self::GetContainerEventsStream> {

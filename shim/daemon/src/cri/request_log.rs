@@ -183,6 +183,20 @@ impl ChangingRequest for cri::RunPodSandboxRequest {
     }
 }
 
+impl ChangingRequest for cri::RestorePodRequest {
+    type Reply = cri::RestorePodResponse;
+    const RPC: &'static str = "RestorePod";
+
+    fn subject(&self) -> Subject {
+        let metadata = self.config.as_ref().and_then(|config| config.metadata.as_ref());
+        Subject { handler: self.runtime_handler.clone(), ..Subject::of_metadata(metadata) }
+    }
+
+    fn add_result(subject: &mut Subject, reply: &Self::Reply) {
+        subject.pod.clone_from(&reply.pod_sandbox_id);
+    }
+}
+
 impl ChangingRequest for cri::CreateContainerRequest {
     type Reply = cri::CreateContainerResponse;
     const RPC: &'static str = "CreateContainer";

@@ -4,6 +4,7 @@ use super::Cri;
 use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, socket_mounts, stats};
 use super::machine;
 use super::status::{refuse, status};
+use nacelle_base::machine::EngineKind;
 use nacelle_base::{FailureKind, PodId};
 use nacelle_machines::{machine_pod, vms};
 use nacelle_model::pod::{PodConfig, PodKind};
@@ -22,15 +23,24 @@ impl Cri {
         &self,
         request: cri::RunPodSandboxRequest,
     ) -> Result<cri::RunPodSandboxResponse, Status> {
-        let requested = &request.runtime_handler;
+        let (pod, name, engine) = self.requested_pod(request.config.as_ref(), &request.runtime_handler).await?;
+        let id = self.node.run_pod(pod, name, engine).await.map_err(status)?;
+        Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })
+    }
+
+    /// Checks the configuration of a new pod. Returns it with the name of its handler and its engine.
+    pub(super) async fn requested_pod(
+        &self,
+        asked: Option<&cri::PodSandboxConfig>,
+        requested: &str,
+    ) -> Result<(PodConfig, String, EngineKind), Status> {
         let config = &self.node.services().config;
         let Some((name, handler)) = config.handler(requested) else {
             let known: Vec<&str> = config.handlers.keys().map(String::as_str).collect();
             let message = format!("runtime_handler is {requested:?}: this node has the handlers {}", known.join(", "));
             return Err(refuse(FailureKind::Invalid, &message));
         };
-        let mut pod =
-            pod_config(request.config.as_ref(), requested, handler.engine, &config.sandbox).map_err(status)?;
+        let mut pod = pod_config(asked, requested, handler.engine, &config.sandbox).map_err(status)?;
         if let Some(key) =
             pod.annotations.keys().find(|key| key.starts_with(PREFIX) && !handler.allowed_annotations.contains(key))
         {
@@ -41,7 +51,7 @@ impl Cri {
             return Err(refuse(FailureKind::Invalid, &message));
         }
         let engine = self.node.services().engine.resolve(handler.engine, &pod.kind);
-        pod_label(request.config.as_ref(), !pod.kind.has_guest() && self.selinux).map_err(status)?;
+        pod_label(asked, !pod.kind.has_guest() && self.selinux).map_err(status)?;
         match machine::vm_request(&pod, config, handler, engine)? {
             Some(machine::VmRequest::Machine { mut machine, vm: requested }) => {
                 let mut vm = None;
@@ -60,9 +70,7 @@ impl Cri {
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         pod.socket_mounts = socket_mounts(&pod).map_err(status)?;
-        let name = name.to_owned();
-        let id = self.node.run_pod(pod, name, engine).await.map_err(status)?;
-        Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id.to_string() })
+        Ok((pod, name.to_owned(), engine))
     }
 
     /// Returns the persistent VM that a pod names; it is created if the pod allows it.

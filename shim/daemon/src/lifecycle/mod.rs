@@ -1,5 +1,5 @@
 //! Finds, creates and controls the pods of this node. Each pod is an actor (`actor/`), which runs the effects in `pod/`, `container/`
-//! and `volume/` as tasks of their own; `checkpoint/` saves running pods; `node/` passes requests to the actors. All of them use `context/`, which uses none of them. It
+//! and `volume/` as tasks of their own; `checkpoint/` saves running pods, `restore/` checks what continues from that; `node/` passes requests to the actors. All of them use `context/`, which uses none of them. It
 //! knows nothing of CRI.
 
 mod actor;
@@ -8,6 +8,7 @@ mod container;
 mod context;
 mod node;
 mod pod;
+mod restore;
 pub(crate) mod template;
 mod volume;
 
@@ -26,3 +27,4 @@ pub use context::{NodeServices, unix_nanos};
 pub use node::Node;
 pub use node::recover;
 pub(crate) use node::running::Running;
+pub use restore::{ContainerToRestore, Incompatibility, PodRestoreError, RestoreOrder, RestoredPod};

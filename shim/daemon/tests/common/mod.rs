@@ -129,6 +129,11 @@ impl Script {
         self.count.load(Ordering::SeqCst)
     }
 
+    /// Returns the names of all steps, in their order.
+    pub fn steps(&self) -> Vec<&'static str> {
+        self.names.lock().unwrap().clone()
+    }
+
     pub fn seen(&self, name: &'static str) -> bool {
         self.names.lock().unwrap().contains(&name)
     }

@@ -237,6 +237,8 @@ pub struct FakePod {
     script: Arc<Script>,
     dir: PathBuf,
     pid: i32,
+    /// Its specification.
+    pub spec: PodSpec,
     pub record: Mutex<SavedPodState>,
     changes: watch::Sender<proto::PodState>,
     /// Its reply to Hello; `None` if it does not implement that.
@@ -270,6 +272,7 @@ impl FakePod {
             script,
             dir: dir.to_owned(),
             pid,
+            spec: spec.clone(),
             record: Mutex::new(record),
             changes,
             hello: Mutex::new(Some(nacelle_pod::protocol::hello())),

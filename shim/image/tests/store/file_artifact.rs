@@ -136,6 +136,16 @@ async fn a_layout_gives_the_same_bytes_as_a_registry() {
         }
     }
     assert!(trees[0] == trees[1]);
+    // So a guest that has mounted one finds the same in the other, also if the digests are not recorded.
+    let layout = from_server.layout(&id).await.unwrap();
+    assert_eq!(from_layout.layout(&id).await.unwrap(), layout);
+    let extents = from_layout.rootfs(&id).await.unwrap().disk.extents;
+    let sums = extents.iter().map(|extent| extent.path.with_extension("sum")).filter(|path| path.exists());
+    let removed = sums.map(|path| std::fs::remove_file(path).unwrap()).count();
+    assert!(removed > 0);
+    assert_eq!(from_layout.layout(&id).await.unwrap(), layout);
+    std::fs::write(&extents[0].path, vec![7; usize::try_from(extents[0].length).unwrap()]).unwrap();
+    assert_ne!(from_layout.layout(&id).await.unwrap(), layout);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,7 +2,7 @@
 
 use super::devices::OfferKind;
 use super::{EffectEvent, PodActor, Reply, VmStage, report, send_reply};
-use crate::checkpoint::{CheckpointJob, CheckpointTarget, PodToSave, SavablePod, check_container};
+use crate::checkpoint::{CheckpointJob, CheckpointTarget, PodToSave, SavablePod, check_container, volumes_in_guest};
 use crate::error::{Failure, PodError};
 use crate::guest_values::Bounded;
 use crate::machine::{self, SCRATCH_DISK};
@@ -99,8 +99,10 @@ impl PodActor {
     pub(super) fn describe_savable(&self) -> Result<SavablePod, PodError> {
         let has_ended =
             |state| matches!(state, ContainerState::Gone | ContainerState::Exited | ContainerState::Removing);
+        let mut volumes = Vec::new();
         for entry in self.containers.values().filter(|entry| !has_ended(entry.state)) {
             check_container(&entry.request)?;
+            volumes.extend(volumes_in_guest(&entry.request));
         }
         let images = self.images.placed().map(|(key, placement)| pod::PlacedImage {
             image_key: key.to_owned(),
@@ -108,6 +110,6 @@ impl PodActor {
             offset: placement.offset,
             length: placement.length,
         });
-        Ok(SavablePod { containers: self.containers.keys().cloned().collect(), images: images.collect() })
+        Ok(SavablePod { containers: self.containers.keys().cloned().collect(), images: images.collect(), volumes })
     }
 }

@@ -1,11 +1,12 @@
 //! Handles the actor's requests for single containers and the events that their effects report, and counts the users of images.
 
 use super::{ContainerEntry, ContainerHandle, DeferredReplies, EffectEvent, PodActor, Reply, report, send_reply};
+use crate::agent::Agent;
 use crate::container::{self, ContainerExit, ImageAttachment, ImageContent, ImageUse, NodeVolumes, StartedContainer};
 use crate::error::{Failure, PodError};
 use crate::exec;
 use crate::guest_values::Bounded;
-use crate::images::{PlacementError, images_of};
+use crate::images::{Placement, PlacementError, images_of};
 use crate::log::ContainerLog;
 use crate::record::{ContainerPhase, LOST, Phase, SavedContainerState};
 use crate::state::{ContainerAction, ContainerEvent, ContainerState};
@@ -411,7 +412,22 @@ impl PodActor {
     fn release_image(&mut self, key: &str) {
         let Some(placement) = self.images.release(key) else { return };
         self.image_outcomes.remove(key);
-        let (agent, slot, events) = (self.agent.clone(), self.image_disk(), self.events.clone());
+        self.detach_image(self.agent.clone(), self.image_disk(), placement);
+    }
+
+    /// Unmounts the images of a restored guest whose containers are not in this pod.
+    pub(super) fn detach_unused_images(&mut self, agent: &Agent) {
+        let Some(checkpoint) = &self.spec.checkpoint else { return };
+        for image in checkpoint.images.iter().filter(|image| !image.is_used) {
+            if let Some(placement) = self.images.forget_saved(&image.key) {
+                // The node has nothing at that place.
+                self.detach_image(Some(agent.clone()), None, placement);
+            }
+        }
+    }
+
+    fn detach_image(&self, agent: Option<Agent>, slot: Option<Slot>, placement: Placement) {
+        let events = self.events.clone();
         tokio::spawn(async move {
             match container::detach_image(agent, slot, placement).await {
                 Ok(()) => report(&events, EffectEvent::ImageDetached(placement)),

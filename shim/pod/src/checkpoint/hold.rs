@@ -47,6 +47,7 @@ pub(super) struct HoldSteps<'a> {
     reserve: Option<ReserveInUse>,
     reserve_bytes: u64,
     images: Vec<pod::PlacedImage>,
+    volumes: Vec<pod::VolumeInGuest>,
     /// Returns for how long the containers were frozen.
     releasing: Option<JoinHandle<Duration>>,
     /// Why a step failed.
@@ -71,6 +72,7 @@ impl<'a> HoldSteps<'a> {
             reserve: None,
             reserve_bytes: 0,
             images: Vec::new(),
+            volumes: Vec::new(),
             releasing: None,
             failure: None,
         })
@@ -116,6 +118,7 @@ impl<'a> HoldSteps<'a> {
             scratch_bytes: copied.copied,
             reserve_bytes: self.reserve_bytes,
             images: self.images,
+            volumes: self.volumes,
             ..figures
         }))
     }
@@ -145,6 +148,7 @@ impl<'a> HoldSteps<'a> {
             return Err(other_containers(&pod.expected, &self.held.running));
         }
         self.images = now.images;
+        self.volumes = now.volumes.into_iter().filter(|volume| pod.expected.contains(&volume.container_id)).collect();
         if held_at.elapsed() + LEASE_MARGIN > LEASE {
             let limit = LEASE.saturating_sub(LEASE_MARGIN);
             return Err(PodError::TooSlow { what: "pause the VM while its containers are frozen", limit });

@@ -9,7 +9,7 @@
 mod hold;
 mod refusal;
 
-pub use refusal::check_container;
+pub use refusal::{check_container, volumes_in_guest};
 
 use crate::actor::ActorMessage;
 use crate::agent::Agent;
@@ -100,6 +100,8 @@ pub struct SavablePod {
     pub containers: BTreeSet<String>,
     /// The images on the image disk.
     pub images: Vec<pod::PlacedImage>,
+    /// The volumes inside the VM, of all containers that have not ended.
+    pub volumes: Vec<pod::VolumeInGuest>,
 }
 
 impl CheckpointJob {

@@ -1,7 +1,8 @@
-//! Finds what a checkpoint cannot hold: volumes and devices of the node that a container has. It performs no I/O.
+//! Finds what a checkpoint cannot hold: volumes and devices of the node that a container has. Finds the volumes that it holds. It performs
+//! no I/O.
 
 use crate::error::PodError;
-use nacelle_base::{json, share};
+use nacelle_base::{copied_in, json, share};
 use nacelle_proto::pod;
 use serde::Deserialize;
 
@@ -48,6 +49,22 @@ fn find_unsaved(request: &pod::CreateContainerRequest) -> Option<String> {
         below.is_some_and(|rest| rest.starts_with('/'))
     });
     shared.map(|mount| format!("{}, a volume that it shares with the node", mount.destination))
+}
+
+/// Returns the volumes of a container whose content is in the VM.
+pub fn volumes_in_guest(request: &pod::CreateContainerRequest) -> Vec<pod::VolumeInGuest> {
+    let Ok(SpecMounts { mounts }) = json::read(&request.oci_spec) else { return Vec::new() };
+    let name = |source: &str| {
+        let empty_dir = request.empty_dirs.iter().find(|volume| volume.source == source);
+        let copied = source.strip_prefix(copied_in::DIRECTORY).and_then(|rest| rest.strip_prefix('/'));
+        let copied = request.copied_in_volumes.iter().find(|volume| copied == Some(volume.name.as_str()));
+        empty_dir.map(|volume| &volume.name).or(copied.map(|volume| &volume.name)).cloned()
+    };
+    let volume = |mount: SpecMount| {
+        let (container_id, name) = (request.id.clone(), name(&mount.source)?);
+        Some(pod::VolumeInGuest { container_id, container_path: mount.destination, name })
+    };
+    mounts.into_iter().filter_map(volume).collect()
 }
 
 #[cfg(test)]
@@ -98,5 +115,36 @@ mod tests {
         for (what, text) in cases {
             assert_eq!(text, Some(format!("cannot save the pod: container web has {what}")));
         }
+    }
+
+    #[test]
+    fn volumes_inside_the_vm_are_found_by_their_mounts() {
+        let pushed = format!("{}/configmap.conf.1", copied_in::DIRECTORY);
+        let spec = json!({"mounts": [
+            {"destination": "/proc", "type": "proc"},
+            {"destination": "/conf", "source": pushed},
+            {"destination": "/other", "source": format!("{}/unknown", copied_in::DIRECTORY)},
+            {"destination": "/cache", "source": "/run/nacelle/empty-dirs/0"},
+        ]});
+        let empty_dir = |source: &str, name: &str| pod::EmptyDir {
+            source: source.into(),
+            name: name.into(),
+            ..pod::EmptyDir::default()
+        };
+        let copied = pod::CopiedInVolume { name: "configmap.conf.1".into(), ..pod::CopiedInVolume::default() };
+        let request = pod::CreateContainerRequest {
+            id: "web".into(),
+            oci_spec: spec.to_string().into_bytes(),
+            empty_dirs: vec![empty_dir("/x", "memory.x.1"), empty_dir("/run/nacelle/empty-dirs/0", "memory.cache.1")],
+            copied_in_volumes: vec![copied],
+            ..Default::default()
+        };
+        let volume = |container_path: &str, name: &str| pod::VolumeInGuest {
+            container_id: "web".into(),
+            container_path: container_path.into(),
+            name: name.into(),
+        };
+        let expected = [volume("/conf", "configmap.conf.1"), volume("/cache", "memory.cache.1")];
+        assert_eq!(volumes_in_guest(&request), expected);
     }
 }

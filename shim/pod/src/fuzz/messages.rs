@@ -17,7 +17,7 @@ const RESERVE: u64 = 1 << 30;
 type Check = fn(&[u8]);
 
 /// The types of all messages. The first byte of an input selects one.
-const CHECKS: [Check; 45] = [
+const CHECKS: [Check; 47] = [
     // From the guest to the pod process.
     agent_hello,
     boot_report,
@@ -68,6 +68,8 @@ const CHECKS: [Check; 45] = [
     only_decode::<agent::ReleaseRequest>,
     only_decode::<pod::CheckpointRequest>,
     only_decode::<pod::CheckpointResponse>,
+    restore_response,
+    only_decode::<agent::RestoreRequest>,
 ];
 
 /// Decodes one message: the number of its type and its bytes.
@@ -137,6 +139,13 @@ fn hold_response(bytes: &[u8]) {
     let held = FromGuest::new(held).bound(&known);
     assert!(held.running.is_subset(&known));
     assert!(held.into_response(pod::CheckpointResponse::default()).undrained.len() <= known.len());
+}
+
+fn restore_response(bytes: &[u8]) {
+    let Some(restored) = decode::<agent::RestoreResponse>(bytes) else { return };
+    let response = FromGuest::new(restored).bound().into_response(Vec::new());
+    // A character has at most four bytes; one that cannot be printed is replaced by its escape sequence.
+    assert!(response.kernel_release.len() + response.agent_version.len() <= 2 * 128 * 10);
 }
 
 fn memory_response(bytes: &[u8]) {

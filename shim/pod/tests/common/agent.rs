@@ -71,6 +71,8 @@ pub struct FakeAgent {
     pub clock_ahead: Mutex<i64>,
     /// The token of the Hold that was not released.
     pub holder: Mutex<Option<Vec<u8>>>,
+    /// The last request to become another pod.
+    pub restored: Mutex<Option<proto::RestoreRequest>>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
     guest: Mutex<Option<GuestHandle>>,
 }
@@ -250,12 +252,16 @@ impl Agent for Service {
             }
         }
         self.0.volumes.lock().unwrap().extend(request.volumes);
+        let response = common::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] };
+        if self.0.processes.lock().unwrap().contains_key(&(request.id.clone(), String::new())) {
+            return Ok(Response::new(response));
+        }
         let spec = String::from_utf8(request.oci_spec).unwrap();
         // A script, or a specification whose hostname is one.
         let script = serde_json::from_str::<serde_json::Value>(&spec).ok();
         let script = script.and_then(|spec| Some(spec.get("hostname")?.as_str()?.to_owned()));
         self.0.add(&request.id, "", script.unwrap_or(spec));
-        Ok(Response::new(common::CreateContainerResponse { uid: 1, gid: 2, supplemental_groups: vec![3] }))
+        Ok(Response::new(response))
     }
 
     async fn start_container(&self, request: Request<common::ContainerRef>) -> RpcResult<common::Empty> {
@@ -400,7 +406,10 @@ impl Agent for Service {
         Ok(Response::new(self.0.stats.lock().unwrap().clone()))
     }
 
-    async fn renew(&self, _: Request<proto::RenewRequest>) -> RpcResult<common::Empty> {
+    async fn renew(&self, request: Request<proto::RenewRequest>) -> RpcResult<common::Empty> {
+        self.apply_fault("renew").await?;
+        let request = request.into_inner();
+        assert!(request.generation.len() == 16 && request.entropy.len() >= 32 && request.time_unix_nanos > 0);
         empty()
     }
 
@@ -430,6 +439,17 @@ impl Agent for Service {
         assert!(holder.as_ref().is_none_or(|token| *token == request.get_ref().token && token.len() == 16));
         *holder = None;
         empty()
+    }
+
+    async fn restore(&self, request: Request<proto::RestoreRequest>) -> RpcResult<proto::RestoreResponse> {
+        self.apply_fault("restore").await?;
+        let request = request.into_inner();
+        for container in &request.containers {
+            self.0.add(&container.id, "", "out:continues\n;hold".to_owned());
+        }
+        *self.0.restored.lock().unwrap() = Some(request);
+        let (agent_version, kernel_release) = ("fake".into(), format!("6.12-fake{}", "\n".repeat(1000)));
+        Ok(Response::new(proto::RestoreResponse { agent_version, kernel_release }))
     }
 
     async fn follow_clock(&self, request: Request<proto::FollowClockRequest>) -> RpcResult<proto::ClockReading> {

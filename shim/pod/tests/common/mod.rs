@@ -7,6 +7,7 @@ pub mod harness;
 
 use agent::FakeAgent;
 use nacelle_base::PodId;
+use nacelle_engine::Engine;
 use nacelle_engine::fake::{FailureScript, FakeEngine, GuestHandle};
 use nacelle_pod::client::{self, ClientError, PodClient};
 use nacelle_pod::identity;
@@ -38,6 +39,7 @@ pub fn spec(root: &Path) -> PodSpec {
         initrd: "/none/initrd".into(),
         kernel_args: vec![],
         template: None,
+        checkpoint: None,
         network: None,
         hostname: "pod-name".into(),
         sysctls: Default::default(),
@@ -96,12 +98,18 @@ impl PodFixture {
 
     /// Starts the pod process as a thread.
     pub async fn boot(&mut self, change: impl FnOnce(&mut PodSpec), script: FailureScript) -> PodClient {
+        let engine = engine(&self.agent).with_script(script);
+        self.boot_on(engine, change).await
+    }
+
+    /// Starts the pod process as a thread, with this engine.
+    pub async fn boot_on(&mut self, engine: impl Engine + 'static, change: impl FnOnce(&mut PodSpec)) -> PodClient {
         let mut spec = spec(self.root.path());
         change(&mut spec);
         spec.write(&self.dir).unwrap();
         nacelle_pod::create_jail(&self.dir).unwrap();
         identity::write(&identity::of_this_process().unwrap(), &self.dir).unwrap();
-        let (dir, engine) = (self.dir.clone(), engine(&self.agent).with_script(script));
+        let dir = self.dir.clone();
         self.process = Some(std::thread::spawn(move || nacelle_pod::run_with(&dir, |_| Ok(Arc::new(engine)))));
         let deadline = Instant::now() + LIMIT;
         loop {

@@ -3,7 +3,7 @@
 use crate::BenchResult;
 use crate::containerd::Containerd;
 use crate::cri::{BenchPod, RuntimeClient};
-use crate::{guests, microvm, observed};
+use crate::{guests, microvm, observed, restores};
 use nacelle_e2e::node::{NodeOptions, handler_config};
 use nacelle_e2e::{TestImage, TestNode};
 use std::cell::RefCell;
@@ -43,6 +43,11 @@ pub const ALL: &[(&str, &str, BenchFunction)] = &[
         "observed",
         "ExecSync with a sampled trace; pods and the daemon's CPU time with metrics and traces",
         observed::measure,
+    ),
+    (
+        "restore",
+        "RestorePod until the first command, of a program that has filled 60 MiB, against a new pod until the same",
+        restores::measure,
     ),
     ("idle", "processor time of a pod that sleeps, in percent of one, against its budget", measure_idle),
 ];

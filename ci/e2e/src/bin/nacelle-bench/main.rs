@@ -17,6 +17,7 @@ mod microvm;
 mod minimal;
 mod observed;
 mod plot;
+mod restores;
 mod vm;
 
 use std::process::ExitCode;

@@ -5,6 +5,7 @@ use crate::lifecycle::container::remove::RemoveFailure;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
+use crate::lifecycle::restore::PodBase;
 use crate::metrics::labels::VmEndCause;
 use crate::traces::RequestSpan;
 use nacelle_base::machine::EngineKind;
@@ -29,7 +30,11 @@ pub(crate) enum Message {
     WaitReady(Answer<()>),
     Stop(Answer<()>),
     Remove(Answer<()>),
+    /// All containers of a restored pod were created.
+    CompleteRestore(Answer<()>),
     Create {
+        /// The id of a container that continues from the checkpoint of its pod; `None` for a new one.
+        restored: Option<ContainerId>,
         config: Box<ContainerConfig>,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
@@ -92,8 +97,8 @@ impl Patience {
 
 /// The initial state of an actor.
 pub(crate) enum Begin {
-    /// A new pod, which is recorded and then booted with this engine.
-    New(EngineKind, Answer<()>),
+    /// A new pod, which is recorded and then booted with this engine, or continues from a checkpoint.
+    New(EngineKind, Option<Box<PodBase>>, Answer<()>),
     /// A pod from the store, with what happened to it while no daemon ran.
     Known(Option<Box<Message>>),
 }

@@ -18,6 +18,7 @@ use super::context::services::Admit;
 use super::context::view::View;
 use super::pod::boot;
 use super::pod::spec::NewPod;
+use super::restore::PodBase;
 use crate::metrics::labels::StartResult;
 use crate::traces::{RequestSpan, TracedWork};
 use announce::Announced;
@@ -68,6 +69,8 @@ pub(crate) struct Entry {
     start_span: Option<RequestSpan>,
     /// Pending changes of the container's limits, in order; the first one is being applied.
     updates: VecDeque<(Box<Resources>, Answer<()>)>,
+    /// The container continues from a checkpoint.
+    is_restored: bool,
 }
 
 impl Entry {
@@ -83,6 +86,7 @@ impl Entry {
             create_span: None,
             start_span: None,
             updates: VecDeque::new(),
+            is_restored: false,
         }
     }
 }
@@ -169,7 +173,7 @@ fn answer_all<T: Clone>(waiting: &mut Vec<Answer<T>>, answer: &Result<T, Lifecyc
 impl Actor {
     pub(crate) async fn run(mut self, begin: Begin) {
         match begin {
-            Begin::New(engine, answer) => self.begin(engine, answer).await,
+            Begin::New(engine, base, answer) => self.begin(engine, base, answer).await,
             Begin::Known(first) => {
                 // Publish what recovery found before the actor existed.
                 self.publish();
@@ -184,7 +188,7 @@ impl Actor {
         }
     }
 
-    async fn begin(&mut self, engine: EngineKind, answer: Answer<()>) {
+    async fn begin(&mut self, engine: EngineKind, base: Option<Box<PodBase>>, answer: Answer<()>) {
         if let Err(error) = self.commit(vec![Change::Pod(self.pod.clone().into())]).await {
             self.count_start(StartResult::Failed);
             self.table.forget(&self.pod);
@@ -201,7 +205,7 @@ impl Actor {
         let (id, config, handler) = (self.pod.id.clone(), Arc::clone(&self.pod.config), handler.clone());
         let boot = boot::boot(
             Arc::clone(&self.services),
-            NewPod { id, config, handler, engine, user: self.pod.user },
+            NewPod { id, config, handler, engine, user: self.pod.user, base: base.map(|base| *base) },
             self.cancel_boot.clone(),
             self.timeline.clone(),
             self.admit(),
@@ -268,9 +272,10 @@ impl Actor {
             Message::Report(state) => self.report(state).await,
             Message::Lost => self.lost(),
             Message::Gone(last, cause) => self.gone(last, cause).await,
-            Message::Create { config, image, volumes, span, answer } => {
-                self.create(*config, image, volumes, span, answer).await
+            Message::Create { restored, config, image, volumes, span, answer } => {
+                self.create(restored, *config, image, volumes, span, answer).await
             }
+            Message::CompleteRestore(answer) => self.complete_restore(answer).await,
             Message::Start(id, span, answer) => self.start(id, span, answer).await,
             Message::Update(id, change, answer) => self.update(id, change, answer).await,
             Message::UpdatePod(change, answer) => self.update_pod(change, answer).await,
@@ -288,6 +293,24 @@ impl Actor {
             Message::RemoveAgain(id) => self.begin_remove(id),
         }
         self.settle().await;
+    }
+
+    /// Records that the pod is restored completely.
+    async fn complete_restore(&mut self, answer: Answer<()>) {
+        if self.pod.state != state::PodState::Ready {
+            return drop(answer.send(Err(self.not_ready())));
+        }
+        let mut pod = self.pod.clone();
+        if let Some(restored) = &mut pod.restored {
+            restored.is_complete = true;
+        }
+        let kept = self.commit(vec![Change::Pod(pod.clone().into())]).await;
+        if kept.is_ok() {
+            self.pod = pod;
+            self.publish();
+        }
+        // A caller that has given up removes the pod.
+        let _ = answer.send(kept);
     }
 
     fn ask_ready(&mut self, answer: Answer<()>) {

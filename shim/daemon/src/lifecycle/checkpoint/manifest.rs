@@ -8,17 +8,19 @@ use crate::lifecycle::template::node_cpu;
 use nacelle_base::ContainerId;
 use nacelle_model::checkpoint::{
     CheckpointManifest, MEMORY_FILE, SCRATCH_FILE, STATE_FILE, SavedContainer, SavedFileSizes, SavedImagePlacement,
-    SavedVm, VERSION,
+    SavedVm, SavedVolume, VERSION,
 };
+use nacelle_model::digest::{Digest, ImageId};
+use nacelle_model::record::ContainerRecord;
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::pod as proto;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
 /// The largest state of vCPUs and devices in bytes.
 const MAX_STATE: u64 = 64 << 20;
 /// The largest number of images on an image disk.
-const MAX_IMAGES: usize = 255;
+pub(super) const MAX_IMAGES: usize = 255;
 /// The bound of positions on an image disk in bytes.
 const MAX_DISK: u64 = 1 << 46;
 
@@ -32,6 +34,8 @@ pub(super) struct SavedPod<'a> {
     /// The ids of the containers that ran.
     pub containers: &'a BTreeSet<ContainerId>,
     pub spec: &'a PodSpec,
+    /// The layouts of the images that the node has.
+    pub layouts: BTreeMap<ImageId, Digest>,
     pub reply: proto::CheckpointResponse,
 }
 
@@ -56,7 +60,7 @@ impl SavedPod<'_> {
             pod: view.pod.config.clone(),
             pod_resources: view.pod.resources.clone(),
             vm,
-            containers: saved.into_iter().map(SavedContainer::from).collect(),
+            containers: saved.into_iter().map(|record| self.container(record)).collect::<Result<_, _>>()?,
             other_containers: other.into_iter().map(|record| record.id.clone()).collect(),
             images: self.images()?,
             undrained: self.undrained()?,
@@ -107,9 +111,26 @@ impl SavedPod<'_> {
             let fits = (1..=255).contains(partition) && *offset < MAX_DISK && *length < MAX_DISK;
             let image = image_key.parse().ok().filter(|_| fits);
             let image = image.ok_or_else(|| invalid(format!("an invalid placement of image {}", clip(image_key))))?;
-            Ok(SavedImagePlacement { image, partition: *partition, offset: *offset, length: *length })
+            let layout = self.layouts.get(&image).copied();
+            Ok(SavedImagePlacement { image, partition: *partition, offset: *offset, length: *length, layout })
         };
         images.iter().map(placement).collect()
+    }
+
+    /// Returns a container with its volumes in the VM.
+    fn container(&self, record: &ContainerRecord) -> Result<SavedContainer, CheckpointError> {
+        let mut volumes = Vec::with_capacity(record.config.node_volumes.len());
+        for volume in &record.config.node_volumes {
+            let path = &volume.container_path;
+            let is_it = |saved: &&proto::VolumeInGuest| {
+                saved.container_id == record.id.as_str() && saved.container_path == *path
+            };
+            let found = self.reply.volumes.iter().find(is_it);
+            let saved = found.map(|saved| SavedVolume { container_path: path.clone(), name: saved.name.clone() });
+            let saved = saved.filter(SavedVolume::is_valid);
+            volumes.push(saved.ok_or_else(|| invalid(format!("no name of the volume at {path} in the guest")))?);
+        }
+        Ok(SavedContainer::new(record, volumes))
     }
 
     fn undrained(&self) -> Result<Vec<ContainerId>, CheckpointError> {

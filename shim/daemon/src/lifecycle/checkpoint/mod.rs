@@ -13,17 +13,18 @@ pub(crate) use progress::{CheckpointClaim, CheckpointStop, Checkpoints};
 pub(crate) use refusal::CheckpointRefusal;
 
 use super::context::view::View;
-use super::context::{new_id, unix_nanos};
+use super::context::{NodeServices, new_id, unix_nanos};
 use directory::CheckpointDirectory;
 use manifest::SavedPod;
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::checkpoint::{MEMORY_FILE, SCRATCH_FILE, STATE_FILE, SavedFileSizes};
+use nacelle_model::digest::{Digest, ImageId};
 use nacelle_pod::client::{CheckpointWriters, ClientError, PodClient};
 use nacelle_pod::protocol::PodFeature;
 use nacelle_pod::spec::PodSpec;
 use nacelle_proto::pod as proto;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -43,6 +44,8 @@ pub struct CheckpointOrder {
 
 /// A pod that is to be saved, with its checked containers.
 pub(crate) struct PodCheckpoint {
+    /// What all pods share.
+    pub services: Arc<NodeServices>,
     /// The pod as it was when the containers were checked.
     pub view: Arc<View>,
     /// The client of its process.
@@ -62,7 +65,7 @@ pub(crate) struct PodCheckpoint {
 /// Saves a pod. When this returns, the containers run, and the directory has a complete checkpoint or is empty. It must not be cancelled:
 /// `stop` makes it end early.
 pub(crate) async fn save(job: PodCheckpoint) -> Result<(), CheckpointError> {
-    let PodCheckpoint { view, client, pod_dir, output, containers, claim: _claim, stop } = job;
+    let PodCheckpoint { services, view, client, pod_dir, output, containers, claim: _claim, stop } = job;
     client.require(PodFeature::Checkpoint)?;
     stop.check(&view.pod.id)?;
     let (began, created_at, pod) = (Instant::now(), unix_nanos(), view.pod.clone());
@@ -81,13 +84,18 @@ pub(crate) async fn save(job: PodCheckpoint) -> Result<(), CheckpointError> {
     let id = hex::encode(&new_id()[..16]);
     let ids = containers.iter().map(ToString::to_string).collect();
     let saved = client.checkpoint(&id, ids, files, stop.wait()).await;
+    let layouts = match &saved {
+        Ok(reply) => find_layouts(&services, &reply.images).await,
+        Err(_) => BTreeMap::new(),
+    };
     let finished = blocking(move || {
         let pod = &view.pod.id;
         if let (Err(error), Some(_)) = (&saved, stop.cause()) {
             tracing::debug!(%pod, "a checkpoint was stopped: {}", Chain(error));
         }
         stop.check(pod)?;
-        let saved = SavedPod { id, created_at, view: &view, containers: &containers, spec: &spec, reply: saved? };
+        let saved =
+            SavedPod { id, created_at, view: &view, containers: &containers, spec: &spec, layouts, reply: saved? };
         let files = SavedFileSizes {
             state: directory.seal(STATE_FILE, || stop.check(pod))?,
             memory: directory.seal(MEMORY_FILE, || stop.check(pod))?,
@@ -105,4 +113,17 @@ pub(crate) async fn save(job: PodCheckpoint) -> Result<(), CheckpointError> {
         Ok(())
     });
     finished.await
+}
+
+/// Returns how the images are laid out on the image disk, as far as the node has them. A pod process may name any.
+async fn find_layouts(services: &NodeServices, images: &[proto::PlacedImage]) -> BTreeMap<ImageId, Digest> {
+    let mut layouts = BTreeMap::new();
+    for image in images.iter().take(manifest::MAX_IMAGES) {
+        let Ok(id) = image.image_key.parse::<ImageId>() else { continue };
+        match services.images.layout(&id).await {
+            Ok(layout) => drop(layouts.insert(id, layout)),
+            Err(error) => tracing::info!(image = %id, "an image of a saved pod has no layout: {}", Chain(&error)),
+        }
+    }
+    layouts
 }

@@ -25,6 +25,12 @@ use std::time::Duration;
 /// Why an operation failed. Cheap to clone, because several callers may wait for one result.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LifecycleError {
+    /// A restored container has a volume whose content is not in its checkpoint.
+    #[error("the volume at {path} is not in the checkpoint: it is shared with the node now, or is another one")]
+    NotInCheckpoint {
+        /// The path in the container.
+        path: String,
+    },
     /// The pod, container or image does not exist.
     #[error("{what} {id} does not exist")]
     NotFound {
@@ -504,6 +510,7 @@ impl Classify for StepError {
 impl Classify for LifecycleError {
     fn kind(&self) -> FailureKind {
         match self {
+            LifecycleError::NotInCheckpoint { .. } => FailureKind::Conflict,
             LifecycleError::NotFound { .. } => FailureKind::NotFound,
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }

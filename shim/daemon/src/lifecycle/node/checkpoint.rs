@@ -2,11 +2,13 @@
 
 use super::Node;
 use crate::lifecycle::checkpoint::{self, CheckpointError, CheckpointOrder, CheckpointRefusal, PodCheckpoint};
+use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::view::View;
 use nacelle_base::ContainerId;
 use nacelle_base::task::TaskError;
 use nacelle_model::state::ContainerState;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 impl Node {
     /// Saves a ready pod with all its running containers. When this returns, they run, and the directory has a complete checkpoint or is
@@ -18,7 +20,8 @@ impl Node {
         let (claim, stop) = self.checkpoints.begin(&view.pod.id, order.limit)?;
         // Dropped with this future.
         let _guard = stop.guard();
-        let job = PodCheckpoint { view, client, pod_dir, output: order.output, containers, claim, stop };
+        let services = Arc::clone(&self.services);
+        let job = PodCheckpoint { services, view, client, pod_dir, output: order.output, containers, claim, stop };
         tokio::spawn(checkpoint::save(job)).await.map_err(|error| TaskError::new("save the pod", error))?
     }
 
@@ -37,6 +40,11 @@ impl Node {
                 return Err(CheckpointError::OtherPod { id, other: view.pod.id.clone() });
             }
             self.running(id.as_str())?;
+            // The manifest is made of this view.
+            if pod.containers.get(&id).is_none_or(|record| record.state != ContainerState::Running) {
+                let why = ": it has started during the request; try again".to_owned();
+                return Err(LifecycleError::NotRunning { id: id.to_string(), why }.into());
+            }
             if !selected.insert(id.clone()) {
                 return Err(CheckpointError::Duplicate { id });
             }

@@ -3,6 +3,7 @@
 
 mod checkpoint;
 pub mod recover;
+mod restore;
 pub(crate) mod running;
 mod templates;
 pub(crate) mod users;
@@ -17,6 +18,7 @@ use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
 use super::context::{NodeServices, new_id, unix_nanos};
+use super::restore::PodBase;
 use crate::traces::{RequestSpan, TracedWork};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
@@ -39,6 +41,17 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use vms::held;
+
+/// A pod that is to be started.
+struct NewPodRequest {
+    config: PodConfig,
+    handler: String,
+    engine: EngineKind,
+    /// Its process gets a user of its own.
+    has_user: bool,
+    /// What it continues from.
+    base: Option<Box<PodBase>>,
+}
 
 /// The pods of this node.
 #[derive(Clone)]
@@ -95,7 +108,7 @@ impl Node {
     ) -> Result<PodId, LifecycleError> {
         let (answer, ready) = oneshot::channel();
         let has_user = self.can_have_user(&config, engine).await?;
-        let (id, known) = self.place(config, handler, engine, has_user, answer)?;
+        let (id, known) = self.place(NewPodRequest { config, handler, engine, has_user, base: None }, answer)?;
         if let Some((inbox, answer)) = known {
             let sent = inbox.send(Message::WaitReady(answer)).await;
             sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
@@ -126,22 +139,17 @@ impl Node {
         }
     }
 
-    /// Finds the pod of this name, or starts one, whose actor then owns `answer`. `has_user` assigns a user to its process.
-    fn place(
-        &self,
-        config: PodConfig,
-        handler: String,
-        engine: EngineKind,
-        has_user: bool,
-        answer: Answer<()>,
-    ) -> Result<(PodId, Option<Known>), LifecycleError> {
+    /// Finds the pod of this name, or starts one, whose actor then owns `answer`.
+    fn place(&self, request: NewPodRequest, answer: Answer<()>) -> Result<(PodId, Option<Known>), LifecycleError> {
+        let NewPodRequest { config, handler, engine, has_user, base } = request;
         let mut rows = self.table.rows();
         if let Some(id) = rows.names.get(&config.name) {
             let taken = || LifecycleError::NameTaken { what: "pod", name: config.name.to_string(), id: id.to_string() };
             let handle = rows.pods.get(id).ok_or_else(taken)?;
             let view = Arc::clone(&handle.view.borrow());
             let alive = matches!(view.pod.state, state::PodState::Booting | state::PodState::Ready);
-            if !alive || *view.pod.config != config {
+            // A restore creates its containers itself, so that two of the same name exclude each other.
+            if !alive || *view.pod.config != config || base.is_some() || view.pod.restored.is_some() {
                 return Err(taken());
             }
             return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
@@ -183,16 +191,17 @@ impl Node {
             timeline: Vec::new(),
             ending: Vec::new(),
             machine: None,
-            resources: None,
+            resources: base.as_ref().and_then(|base| base.resources.clone()),
             user,
             process: None,
+            restored: base.as_ref().map(|base| base.restored.clone()),
         };
         rows.names.insert(record.config.name.clone(), id.clone());
         let (actor, inbox, view) =
             actor::new(Arc::clone(&self.services), Arc::clone(&self.table), record, Vec::new(), Announced::default());
         rows.pods.insert(id.clone(), Handle { inbox, view });
         self.services.events.notify_change();
-        tokio::spawn(actor.run(Begin::New(engine, answer)));
+        tokio::spawn(actor.run(Begin::New(engine, base, answer)));
         Ok((id, None))
     }
 
@@ -228,7 +237,8 @@ impl Node {
     ) -> Result<ContainerId, LifecycleError> {
         let (_, handle) = self.table.find(pod)?;
         let (config, span) = (Box::new(config), RequestSpan::current());
-        self.table.ask(&handle, |answer| Message::Create { config, image, volumes, span, answer }).await
+        let restored = None;
+        self.table.ask(&handle, |answer| Message::Create { restored, config, image, volumes, span, answer }).await
     }
 
     /// Starts a container. A running container counts as started.

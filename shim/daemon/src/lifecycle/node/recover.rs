@@ -149,7 +149,11 @@ impl Node {
         // The states that the earlier daemon has announced.
         let announced = Announced::of(&pod, &containers);
         let (found, client, last) = look(&self.services, &pod).await;
-        let plan = plan(pod.state, pod.was_ready, found);
+        let plan = match &pod.restored {
+            // No client received the ids: its containers, of which some may not be there, must not run.
+            Some(restored) if !restored.is_complete => Plan::Discard,
+            _ => plan(pod.state, pod.was_ready, found),
+        };
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
         let counters = &self.services.counters;
         counters.count_recovery(outcome(plan));

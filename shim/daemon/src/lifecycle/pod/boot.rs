@@ -62,12 +62,20 @@ pub(crate) async fn boot(
 ) -> Result<BootedPod, LifecycleError> {
     check_resources(&pod.config, &pod.handler)?;
     let mut spec = prepare(&services, &pod, &cancel, &timeline).await?;
-    let template = services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await;
+    let template = match &spec.checkpoint {
+        Some(_) => None,
+        None => services.templates.find(&spec, &pod.config.name.namespace, &pod.handler).await,
+    };
     spec.template = template.as_ref().map(|found| found.template.clone());
     if let Some(files) = BootFiles::of_pod(&spec) {
         services.pods.check_files(files).await.map_err(at(START))?;
     }
-    let StartedPod { client, attached, joined } = start(&services, &pod, &spec, &timeline, admit).await?;
+    let (client, attached) = start(&services, &pod, &spec, &timeline, admit).await?;
+    // The guest of a restored pod still has the addresses and connections of the pod that was saved: nothing of it may reach the network.
+    let early = match spec.checkpoint {
+        None => Some(join(&services, &pod, &attached, &timeline).await),
+        Some(_) => None,
+    };
     let configured = configure(&services, &pod, &client, &attached, &cancel, &timeline).await;
     if let Some(found) = &template
         && !cancel.is_cancelled()
@@ -81,10 +89,16 @@ pub(crate) async fn boot(
     }
     // A VM that has ended took its taps along, so its end is the first cause.
     let configured = configured?;
-    joined?;
+    match early {
+        Some(joined) => joined?,
+        None => join(&services, &pod, &attached, &timeline).await?,
+    }
     let kernel_release = clip(&configured.kernel_release);
     let machine = match pod.config.kind.has_guest() {
-        true => size::of(&pod.config, &pod.handler),
+        true => {
+            let created = size::of(&pod.config, &pod.handler);
+            pod.base.as_ref().map_or(created, |base| base.resized(created, &pod.config, &pod.handler))
+        }
         // The pod runs on the node itself.
         false => VmResources {
             vcpus: u32::MAX,
@@ -142,22 +156,14 @@ async fn prepare(
     Ok(pod_spec(services, pod, netns, group, groups))
 }
 
-/// A pod whose process and network exist.
-struct StartedPod {
-    client: PodClient,
-    attached: Attachment,
-    /// Whether the taps of the VM were joined to the network.
-    joined: Result<(), LifecycleError>,
-}
-
-/// Starts the pod process, attaches the pod to its networks meanwhile, and joins both.
+/// Starts the pod process, and attaches the pod to its networks meanwhile.
 async fn start(
     services: &NodeServices,
     pod: &NewPod,
     spec: &PodSpec,
     timeline: &Timeline,
     admit: Admit,
-) -> Result<StartedPod, LifecycleError> {
+) -> Result<(PodClient, Attachment), LifecycleError> {
     let NewPod { id, config, .. } = pod;
     let dir = services.pod_dir(id);
     let reference = pod_ref(services, pod, spec);
@@ -189,16 +195,23 @@ async fn start(
             tracing::warn!(pod = %id, name, neighbours, why);
         }
     }
-    // The pod process has dropped the privileges for it.
-    let joined = if config.kind.has_guest() {
-        let known = attached.network.interfaces.iter().enumerate();
-        let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
-        let joined = timeline.measure("taps joined to the network", services.networks.connect_taps(id, pairs)).await;
-        joined.map_err(at("join the machine of the pod to its network"))
-    } else {
-        Ok(())
-    };
-    Ok(StartedPod { client, attached, joined })
+    Ok((client, attached))
+}
+
+/// Joins the taps of the VM to the network. The pod process has dropped the privileges for it.
+async fn join(
+    services: &NodeServices,
+    pod: &NewPod,
+    attached: &Attachment,
+    timeline: &Timeline,
+) -> Result<(), LifecycleError> {
+    if !pod.config.kind.has_guest() {
+        return Ok(());
+    }
+    let known = attached.network.interfaces.iter().enumerate();
+    let pairs = known.map(|(n, interface)| (nacelle_pod::tap_name(n), interface.name.clone())).collect();
+    let joined = timeline.measure("taps joined to the network", services.networks.connect_taps(&pod.id, pairs)).await;
+    joined.map_err(at("join the machine of the pod to its network"))
 }
 
 /// Returns the error of a VM that has ended before it was configured; `None` if it has not, or if its process does not say so in time.

@@ -3,7 +3,7 @@
 pub(crate) mod boot;
 mod cgroup;
 pub(crate) mod kernel;
-mod network;
+pub(crate) mod network;
 pub(crate) mod resize;
 pub(crate) mod size;
 pub(super) mod spec;

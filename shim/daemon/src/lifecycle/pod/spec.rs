@@ -5,6 +5,7 @@ use super::network::network;
 use super::size::{self, memory_mib, memory_pages, topology};
 use crate::config::Handler;
 use crate::lifecycle::context::NodeServices;
+use crate::lifecycle::restore::PodBase;
 use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
 use nacelle_image::LAYERS;
@@ -25,6 +26,8 @@ pub(crate) struct NewPod {
     pub handler: Handler,
     pub engine: EngineKind,
     pub user: Option<u32>,
+    /// The checkpoint from which it continues.
+    pub base: Option<PodBase>,
 }
 
 /// Returns the specification of the pod process in this network namespace and cgroup.
@@ -35,8 +38,8 @@ pub(crate) fn pod_spec(
     group: PathBuf,
     groups: Groups,
 ) -> PodSpec {
-    let NewPod { id, config, handler, engine, user } = pod;
-    PodSpec {
+    let NewPod { id, config, handler, engine, user, base } = pod;
+    let mut spec = PodSpec {
         version: spec::VERSION,
         id: id.clone(),
         engine: services.engine.spec(*engine, &config.kind),
@@ -62,6 +65,7 @@ pub(crate) fn pod_spec(
             .cloned()
             .collect(),
         template: None,
+        checkpoint: None,
         network: netns.map(|netns| network(config, netns)),
         hostname: config.hostname.clone(),
         sysctls: sysctls(config, groups),
@@ -80,7 +84,11 @@ pub(crate) fn pod_spec(
             cgroup: Some(group),
             user: *user,
         }),
+    };
+    if let Some(base) = base {
+        base.apply(&mut spec);
     }
+    spec
 }
 
 /// Whether all group ids of the kernel exist for this process: not in a user namespace that maps only a part of them.

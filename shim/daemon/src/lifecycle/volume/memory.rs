@@ -29,7 +29,7 @@ pub(super) fn plan(
     };
     let block = u64::try_from(size.block_size()).unwrap_or(0);
     Ok(Some(proto::EmptyDir {
-        name: super::copied_in::called("memory", &name, &root),
+        name: super::copied_in::called(super::saved::IN_MEMORY, &name, &root),
         path: root.display().to_string(),
         source: format!("{DIRECTORY}/{id}.{index}"),
         bytes: size.blocks().saturating_mul(block),

@@ -8,5 +8,8 @@ mod empty_dir;
 mod host_path;
 mod memory;
 pub(crate) mod plan;
+mod saved;
 pub(crate) mod shared;
 mod sockets;
+
+pub(crate) use saved::volume_key;

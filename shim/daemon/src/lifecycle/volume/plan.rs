@@ -2,7 +2,7 @@
 
 use super::host_path::HostPath;
 use super::sockets::{self, SocketPlan};
-use super::{copied_in, disk, memory};
+use super::{copied_in, disk, memory, saved};
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::oci::{GuestPath, VolumeMount};
@@ -96,7 +96,15 @@ pub(crate) async fn plan(
     let sockets = pod.config.socket_mounts.clone();
     sockets::check_image_volumes(&sockets, &record.config.volumes)?;
     let (rules, id, config) = (Rules { guest, mapped, sockets, empty_dirs }, record.id.clone(), record.config.clone());
-    blocking(move || rules.plan(&id, &config.node_volumes)).await
+    let restored = pod.restored.clone();
+    blocking(move || {
+        let mut plans = rules.plan(&id, &config.node_volumes)?;
+        if let Some(restored) = restored {
+            saved::keep_names(&restored, &id, &mut plans)?;
+        }
+        Ok(plans)
+    })
+    .await
 }
 
 impl Rules {
@@ -163,6 +171,7 @@ impl Rules {
 mod tests {
     use super::*;
     use nacelle_model::mount::Propagation;
+    use nacelle_model::record::RestoredFrom;
     use std::path::Path;
 
     fn volume(path: &Path) -> NodeVolume {
@@ -198,6 +207,45 @@ mod tests {
         assert!(plans[0].mount().writable_below && plans[0].is_shared());
         assert!(!rules(false).plan(&id, &volumes).unwrap()[0].mount().writable_below);
         assert!(rules(true).plan(&id, &[volume(&base.join("file/x"))]).is_err());
+    }
+
+    #[test]
+    fn a_restored_pod_keeps_the_names_of_its_volumes() {
+        let node = tempfile::tempdir().unwrap();
+        let pod = node.path().canonicalize().unwrap().join("pods/uid");
+        let conf = pod.join("volumes/kubernetes.io~configmap/conf");
+        std::fs::create_dir_all(conf.join("..2026")).unwrap();
+        std::os::unix::fs::symlink("..2026", conf.join("..data")).unwrap();
+        let part = pod.join("volume-subpaths/conf/c/0");
+        std::fs::create_dir_all(&part).unwrap();
+        let [continuing, later] = [1, 2].map(|n| ContainerId::from_bytes([n; 32]));
+        let saved = |path: &Path, name: &str| (path.display().to_string(), name.to_owned());
+        let restored = |volumes: &[(String, String)]| RestoredFrom {
+            checkpoint: "c".into(),
+            containers: [continuing.clone()].into(),
+            volumes: volumes.iter().cloned().collect(),
+            is_complete: true,
+        };
+        let names = |restored: &RestoredFrom, id: &ContainerId, paths: &[&Path]| {
+            let volumes: Vec<_> = paths.iter().map(|path| volume(path)).collect();
+            let mut plans = rules(true).plan(id, &volumes).unwrap();
+            saved::keep_names(restored, id, &mut plans).map_err(|error| error.to_string())?;
+            let guest = |plan: &VolumePlan| plan.guest.as_str().rsplit('/').next().unwrap_or_default().to_owned();
+            Ok::<Vec<String>, String>(plans.iter().map(guest).collect())
+        };
+        let known = restored(&[saved(&conf, "configmap.conf.1"), saved(&part, "0a.3")]);
+        assert_eq!(names(&known, &continuing, &[&conf, &part]).unwrap(), ["configmap.conf.1", "0a.3"]);
+        // A copy of a part that is made later is not that of another container.
+        let own = [format!("{later}.1"), "configmap.conf.1".to_owned()];
+        assert_eq!(names(&known, &later, &[&conf, &part]).unwrap(), [own[1].clone(), own[0].clone()]);
+        // The guest has no such volume, or one of another kind.
+        let shared = node.path().join("shared");
+        let in_memory = restored(&[saved(&conf, "memory.conf.1")]);
+        for (restored, path) in [(&known, &shared), (&restored(&[]), &conf), (&in_memory, &conf)] {
+            let error = names(restored, &continuing, &[path]).unwrap_err();
+            assert!(error.contains("at /x is not in the checkpoint"), "{error}");
+            assert_ne!(names(restored, &later, &[path]).unwrap(), ["memory.conf.1"]);
+        }
     }
 
     #[test]

@@ -22,6 +22,7 @@ use std::sync::Arc;
 impl Actor {
     pub(crate) async fn create(
         &mut self,
+        restored: Option<ContainerId>,
         config: ContainerConfig,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
@@ -47,8 +48,9 @@ impl Actor {
             let id = entry.record.id.to_string();
             return drop(answer.send(Err(LifecycleError::NameTaken { what: "container", name, id })));
         }
+        let is_restored = restored.is_some();
         let record = match self.check_new(config, image, volumes) {
-            Ok(record) => record,
+            Ok(record) => ContainerRecord { id: restored.unwrap_or(record.id), ..record },
             Err(error) => return drop(answer.send(Err(error))),
         };
         let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
@@ -71,6 +73,7 @@ impl Actor {
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
         entry.create_span = span;
+        entry.is_restored = is_restored;
         let timeline = entry.timeline.clone();
         entry.create_waiters.push(answer);
         self.containers.insert(id.clone(), entry);
@@ -113,7 +116,7 @@ impl Actor {
         // A container that is being removed keeps its entry until this result has arrived.
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.stop_signal = Some(prepared.stop_signal());
-        if entry.record.state == ContainerState::Creating && prepared.is_certain() {
+        if entry.record.state == ContainerState::Creating && prepared.is_certain() && !entry.is_restored {
             entry.record.answered = true;
             answer_all(&mut entry.create_waiters, &Ok(id.clone()));
         }

@@ -19,6 +19,11 @@ impl Actor {
         let Some(entry) = self.containers.get_mut(&id) else {
             return drop(answer.send(Err(LifecycleError::NotFound { what: "container", id: id.to_string() })));
         };
+        if self.pod.restored.as_ref().is_some_and(|restored| !restored.is_complete) {
+            // Otherwise a process could run that is removed when another container cannot be restored.
+            let why = "it is being restored; start its containers after RestorePod has returned".to_owned();
+            return drop(answer.send(Err(LifecycleError::NotReady { id: self.pod.id.to_string(), why })));
+        }
         match entry.record.state.step(ContainerEvent::Start) {
             Err(source) => {
                 let refused = LifecycleError::Refused { whose: "container", id: id.to_string(), source };
