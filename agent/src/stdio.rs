@@ -73,7 +73,7 @@ impl StdioChannel {
         }
     }
 
-    /// Copies a connection to the process's input. With `close`, the connection's end of file closes the input.
+    /// Copies a connection to the process's input. With `close`, the connection's end closes the input.
     pub async fn copy_input(&self, mut connection: impl AsyncRead + Unpin, close: bool) -> io::Result<()> {
         let mut newer = self.announce();
         let mut inner = self.inner.lock().await;
@@ -147,15 +147,19 @@ async fn copy_input(inner: &mut Inner, connection: &mut (impl AsyncRead + Unpin)
             }
         }
         let mut buffer = vec![0; BUFFER];
-        let read = connection.read(&mut buffer).await?;
-        if read == 0 {
-            if close {
-                inner.end = None;
+        match connection.read(&mut buffer).await {
+            Ok(read) if read > 0 => {
+                buffer.truncate(read);
+                inner.pending = buffer;
             }
-            return Ok(());
+            // Also if it breaks, as all connections do when the VM is restored.
+            ended => {
+                if close {
+                    inner.end = None;
+                }
+                return ended.map(drop);
+            }
         }
-        buffer.truncate(read);
-        inner.pending = buffer;
     }
 }
 
@@ -271,6 +275,33 @@ mod tests {
             let (near, mut far) = duplex(16);
             channel.send_output(near).await.unwrap();
             assert_eq!(far.read_to_end(&mut all).await.unwrap(), 0);
+        });
+    }
+
+    /// A connection that breaks.
+    struct Broken;
+
+    impl AsyncRead for Broken {
+        fn poll_read(
+            self: std::pin::Pin<&mut Self>,
+            _: &mut std::task::Context<'_>,
+            _: &mut tokio::io::ReadBuf<'_>,
+        ) -> std::task::Poll<io::Result<()>> {
+            std::task::Poll::Ready(Err(ErrorKind::ConnectionReset.into()))
+        }
+    }
+
+    #[test]
+    fn input_ends_with_a_connection_that_breaks_unless_it_is_kept_open() {
+        runtime().block_on(async {
+            let (theirs, ours) = nix::unistd::pipe().unwrap();
+            nix::fcntl::fcntl(&theirs, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK)).unwrap();
+            let channel = StdioChannel::new(ours).unwrap();
+            let mut process = File::from(theirs);
+            assert!(channel.copy_input(Broken, false).await.is_err());
+            assert_eq!(process.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
+            assert!(channel.copy_input(Broken, true).await.is_err());
+            assert_eq!(process.read(&mut [0]).unwrap(), 0);
         });
     }
 

@@ -14,6 +14,9 @@ const CONNECTION_STATES: u32 = 0x1ffe & !(1 << 7) & !(1 << 10);
 /// The state of a UDP socket that is connected.
 const CONNECTED: u32 = 1 << 1;
 
+/// The number of connections that are closed before the next ones are listed: a container may have any number.
+const BATCH: usize = 4096;
+
 /// A kind of socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SocketKind {
@@ -57,18 +60,36 @@ pub fn close_connections() -> io::Result<usize> {
     let netlink = NetlinkSocket::open_sock_diag()?;
     let mut closed = 0;
     for kind in KINDS {
-        let mut found = Vec::new();
-        netlink.exchange(&list(kind), |message| found.extend(read_connection(kind, message)))?;
-        for connection in found.iter().filter(|connection| !connection.is_internal()) {
-            match netlink.exchange(&destroy(kind, &connection.id), |_| ()) {
-                Ok(()) => closed += 1,
-                // It has ended meanwhile.
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
-                Err(error) => return Err(error),
+        loop {
+            let found = list_external(&netlink, kind)?;
+            let mut closed_now = 0;
+            for connection in &found {
+                match netlink.exchange(&destroy(kind, &connection.id), |_| ()) {
+                    Ok(()) => closed_now += 1,
+                    // It has ended meanwhile.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            closed += closed_now;
+            match found.len() < BATCH {
+                true => break,
+                false if closed_now > 0 => {}
+                false => return Err(io::Error::other("connections do not close")),
             }
         }
     }
     Ok(closed)
+}
+
+/// Returns the first [`BATCH`] sockets that are connected to elsewhere.
+fn list_external(netlink: &NetlinkSocket, kind: SocketKind) -> io::Result<Vec<Connection>> {
+    let mut found = Vec::new();
+    netlink.exchange(&list(kind), |message| {
+        let connection = read_connection(kind, message).filter(|connection| !connection.is_internal());
+        found.extend(connection.filter(|_| found.len() < BATCH));
+    })?;
+    Ok(found)
 }
 
 /// Returns struct inet_diag_req_v2.

@@ -1,5 +1,6 @@
 //! Writes one copied-in volume beside the one that containers see, then swaps it in as kubelet does: first the directory with the new
-//! files, then the link `..data` by one rename, then the links to the files, and last it removes the old files.
+//! files, then the link `..data` by one rename, then the links to the files, and last it removes the old files. A volume without that
+//! layout is a file or directory that containers have mounted: its content is replaced.
 //!
 //! A file that has not changed is the same file, which takes no memory twice. Paths are opened below the volume's directory, and no
 //! link is followed.
@@ -7,7 +8,7 @@
 
 use super::claim::VolumeClaim;
 use super::error::CopiedInVolumeError;
-use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH};
+use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_PATH, MAX_RETURNED};
 use nacelle_base::retry::{retry_interrupted, retry_transient};
 use nacelle_proto::agent::TreeEntry;
 use nix::errno::Errno;
@@ -17,7 +18,7 @@ use nix::unistd::{Gid, Uid, fchown, fchownat, linkat, symlinkat};
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
@@ -81,6 +82,25 @@ fn open_beneath(directory: &OwnedFd, path: &[u8], flags: OFlag, mode: u32) -> ni
 fn open_directory(path: &Path) -> nix::Result<OwnedFd> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
     retry_interrupted(|| open(path, flags, Mode::empty()))
+}
+
+/// Opens a regular file. Does not follow a link in its place.
+fn open_file(path: &Path, flags: OFlag) -> io::Result<File> {
+    let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+    let file = File::from(retry_interrupted(|| open(path, flags, Mode::empty()))?);
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::ErrorKind::InvalidInput.into()) }
+}
+
+/// Returns the last [`MAX_RETURNED`] bytes of a file.
+pub(super) fn read_end(path: &Path, name: &str) -> Result<Vec<u8>, CopiedInVolumeError> {
+    let mut file = open_file(path, OFlag::O_RDONLY)
+        .map_err(|source| CopiedInVolumeError::NoFile { name: name.to_owned(), source })?;
+    let length = file.metadata().map_err(failed("inspect", name.as_bytes()))?.len();
+    let mut end = Vec::new();
+    file.seek(SeekFrom::Start(length.saturating_sub(MAX_RETURNED as u64)))
+        .and_then(|_| file.take(MAX_RETURNED as u64).read_to_end(&mut end))
+        .map_err(failed("read", name.as_bytes()))?;
+    Ok(end)
 }
 
 /// Removes a file, a link or a directory with its content. Succeeds if there is none.
@@ -261,11 +281,47 @@ impl VolumeDraft {
             }
             Ok(_) => match (read_data_link(&self.path), read_data_link(&self.published)) {
                 (Some(data), Some(_)) if is_data_directory(&data) => self.replace_published(&data),
-                // A volume without ..data that was written before, but whose answer was lost.
-                (None, None) => Ok(()),
-                _ => Err(CopiedInVolumeError::Exists { name: self.claim.name.clone() }),
+                (None, None) => self.replace_content(),
+                _ => Err(self.exists()),
             },
         }
+    }
+
+    /// Replaces the content of a file or directory without kubelet's layout, which containers may have mounted.
+    fn replace_content(&self) -> Result<(), CopiedInVolumeError> {
+        let name = self.claim.name.as_bytes();
+        let written = match &self.root {
+            Some(DraftRoot::Directory(written)) => written.try_clone(),
+            _ => open_file(&self.path, OFlag::O_RDONLY).map(OwnedFd::from),
+        };
+        let written = File::from(written.map_err(failed("open", name))?);
+        let metadata = written.metadata().map_err(failed("inspect", name))?;
+        let kind = fs::symlink_metadata(&self.published).map_err(failed("inspect", name))?.file_type();
+        if kind != metadata.file_type() {
+            return Err(self.exists());
+        }
+        let published = if metadata.is_dir() {
+            let published = open_directory(&self.published).map_err(failed("open", name))?;
+            for old in list_names(&self.published)? {
+                remove_tree(&self.published.join(old))?;
+            }
+            for new in list_names(&self.path)? {
+                let (from, to) = (self.path.join(&new), self.published.join(&new));
+                fs::rename(from, to).map_err(failed("publish", new.as_bytes()))?;
+            }
+            published
+        } else {
+            let mut published = open_file(&self.published, OFlag::O_WRONLY).map_err(failed("open", name))?;
+            published.set_len(0).map_err(failed("write", name))?;
+            io::copy(&mut &written, &mut published).map_err(failed("write", name))?;
+            published.into()
+        };
+        let entry = TreeEntry { mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid(), ..Default::default() };
+        set_owner_and_mode(&published, &entry)
+    }
+
+    fn exists(&self) -> CopiedInVolumeError {
+        CopiedInVolumeError::Exists { name: self.claim.name.clone() }
     }
 
     /// Replaces what containers see by what was written.

@@ -30,6 +30,8 @@ pub enum CopiedInVolumeError {
     Exists { name: String },
     #[error("the volume {name} has a link ..data without its target")]
     NoData { name: String },
+    #[error("cannot open the copied-in file {name}")]
+    NoFile { name: String, source: io::Error },
     #[error("cannot {what} {path:?} of a volume")]
     Write { what: &'static str, path: String, source: io::Error },
     #[error("no space for {path:?} of a volume: all copied-in volumes together have half of the guest's memory")]
@@ -48,6 +50,7 @@ impl Classify for CopiedInVolumeError {
             | CopiedInVolumeError::Exists { .. }
             | CopiedInVolumeError::NoData { .. } => FailureKind::Conflict,
             CopiedInVolumeError::TooMuch | CopiedInVolumeError::Full { .. } => FailureKind::Exhausted,
+            CopiedInVolumeError::NoFile { .. } => FailureKind::NotFound,
             CopiedInVolumeError::Short { .. } => FailureKind::Unavailable,
             CopiedInVolumeError::Write { .. } | CopiedInVolumeError::Directory { .. } => FailureKind::Internal,
         }

@@ -79,6 +79,12 @@ impl CopiedInVolumes {
         VolumeDraft::begin(&self.directory, self.claim(name)?)
     }
 
+    /// Returns the end of a volume that is a file.
+    pub fn read_end(&self, name: &str) -> Result<Vec<u8>, CopiedInVolumeError> {
+        let claim = self.claim(name)?;
+        draft::read_end(&self.directory.join(&claim.name), name)
+    }
+
     /// Removes a volume. Succeeds if there is none of that name.
     pub fn remove(&self, name: &str) -> Result<(), CopiedInVolumeError> {
         let claim = self.claim(name)?;

@@ -1,7 +1,7 @@
 //! Tests writing copied-in volumes and swapping them in: what containers see at each moment, and which volumes are rejected.
 
 use super::*;
-use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES};
+use nacelle_base::copied_in::{DATA, MAX_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_RETURNED};
 use nacelle_base::{Classify, FailureKind};
 use nacelle_proto::agent::TreeEntry;
 use proptest::prelude::*;
@@ -113,6 +113,49 @@ fn a_changed_owner_mode_or_size_creates_a_new_file() {
     write_volume(&volumes, "conf", changed).unwrap();
     let after = fs::metadata(home.path().join("conf/a")).unwrap();
     assert_eq!((after.ino() == before, after.mode()), (false, 0o100600));
+}
+
+#[test]
+fn what_containers_have_mounted_without_kubelets_layout_is_changed_in_its_place() {
+    let (home, volumes) = volumes();
+    let inode = |name: &str| fs::metadata(home.path().join(name)).unwrap().ino();
+    write_volume(&volumes, "hosts", vec![file("", "a long text")]).unwrap();
+    write_volume(&volumes, "part", vec![directory(""), file("old", "1"), directory("d"), file("d/x", "1")]).unwrap();
+    let before = (inode("hosts"), inode("part"));
+    write_volume(&volumes, "hosts", vec![entry("", 0o100604, "short")]).unwrap();
+    write_volume(&volumes, "part", vec![entry("", 0o40711, ""), file("new", "2"), directory("d"), file("d/y", "2")])
+        .unwrap();
+    assert_eq!((inode("hosts"), inode("part")), before, "containers have them mounted");
+    assert_eq!(fs::read_to_string(home.path().join("hosts")).unwrap(), "short");
+    assert_eq!(fs::metadata(home.path().join("hosts")).unwrap().mode(), 0o100604);
+    assert_eq!(names(&home.path().join("part")), ["d", "new"]);
+    assert_eq!(names(&home.path().join("part/d")), ["y"]);
+    assert_eq!(fs::metadata(home.path().join("part")).unwrap().mode(), 0o40711);
+    // Neither becomes the other, nor a volume with that layout.
+    for (name, entries) in [("hosts", vec![directory("")]), ("part", vec![file("", "x")]), ("hosts", live("..1", &[]))]
+    {
+        let error = write_volume(&volumes, name, entries).unwrap_err();
+        assert!(matches!(error, CopiedInVolumeError::Exists { .. }), "{error}");
+    }
+    assert_eq!(names(home.path()), ["hosts", "part"]);
+    assert_eq!(fs::read_to_string(home.path().join("hosts")).unwrap(), "short");
+}
+
+#[test]
+fn the_end_of_a_file_is_returned() {
+    let (home, volumes) = volumes();
+    write_volume(&volumes, "log", vec![file("", "")]).unwrap();
+    assert_eq!(volumes.read_end("log").unwrap(), b"");
+    fs::write(home.path().join("log"), "written by the container").unwrap();
+    assert_eq!(volumes.read_end("log").unwrap(), b"written by the container");
+    fs::write(home.path().join("log"), [vec![b'a'; 10_000], vec![b'z'; MAX_RETURNED]].concat()).unwrap();
+    assert_eq!(volumes.read_end("log").unwrap(), vec![b'z'; MAX_RETURNED]);
+    write_volume(&volumes, "conf", live("..1", &[])).unwrap();
+    symlink("log", home.path().join("link")).unwrap();
+    for name in ["none", "conf", "link"] {
+        assert!(matches!(volumes.read_end(name), Err(CopiedInVolumeError::NoFile { .. })), "{name}");
+    }
+    assert!(matches!(volumes.read_end("../log"), Err(CopiedInVolumeError::Name { .. })));
 }
 
 #[test]

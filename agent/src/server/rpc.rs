@@ -5,8 +5,9 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, ContainerState, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
-    HoldResponse, ListContainersResponse, MemoryRange, ReleaseRequest, RenewRequest, RestoreRequest, RestoreResponse,
-    SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    HoldResponse, ListContainersResponse, MemoryRange, ReadVolumeRequest, ReadVolumeResponse, ReleaseRequest,
+    RenewRequest, RestoreRequest, RestoreResponse, SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse,
+    WaitRequest, WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse, SetProcessorsRequest,
@@ -206,6 +207,13 @@ impl Agent for AgentService {
     async fn write_volume(&self, request: Request<Streaming<WriteVolumeRequest>>) -> Result<Response<Empty>, Status> {
         self.run_change(receive_volume(self.pod.volumes.clone(), request.into_inner())).await?;
         Ok(Response::new(Empty {}))
+    }
+
+    async fn read_volume(&self, request: Request<ReadVolumeRequest>) -> Result<Response<ReadVolumeResponse>, Status> {
+        let (name, volumes) = (request.into_inner().name, self.pod.volumes.clone());
+        let read = tokio::task::spawn_blocking(move || volumes.read_end(&name)).await.map_err(AgentError::from);
+        let end = read.and_then(|read| read.map_err(Into::into)).map_err(|error| to_status(&error))?;
+        Ok(Response::new(ReadVolumeResponse { end }))
     }
 
     async fn drop_volume(&self, request: Request<DropVolumeRequest>) -> Result<Response<Empty>, Status> {

@@ -201,3 +201,66 @@ fn ten_thousand_files_fit_a_volume_and_special_files_are_refused() {
     pod.remove();
     assert_eq!(node.leaked(), Vec::<String>::new());
 }
+
+#[test]
+fn files_that_kubelet_makes_for_containers_are_copied_in_and_returned() {
+    let mut node = TestNode::new();
+    let image = node.push_and_pull(&TestImage::busybox(), "busybox:1");
+    let machine = engine() != "host";
+    let directory = node.directory().join("kubelet/pods/0d3c");
+    let hosts = directory.join("etc-hosts");
+    fs::create_dir_all(directory.join("containers/one")).expect("the node's directory is writable");
+    let rewrite = |text: &str| fs::write(&hosts, text).expect("it is ours");
+    let new_log = |name: &str| {
+        let log = directory.join("containers/one").join(name);
+        fs::write(&log, "").expect("it is ours");
+        fs::set_permissions(&log, fs::Permissions::from_mode(0o666)).expect("it is ours");
+        log
+    };
+    let mounts = |log: &Path| {
+        json!([
+            {"host_path": hosts, "container_path": "/etc/hosts"},
+            {"host_path": log, "container_path": "/dev/termination-log"},
+        ])
+    };
+    let user = json!({"security_context": {"run_as_user": {"value": 1000}}});
+    rewrite("10.9.9.1 one\n");
+    let pod = node.crictl.run_pod(PodRequest::new("files", node.directory()));
+    let first = new_log("0a1b2c3d");
+    let one = pod.start(ContainerRequest::sh("one", &image, "sleep 600").set("mounts", mounts(&first)));
+    assert_eq!(one.exec("cat /etc/hosts; cat /dev/termination-log").ok(), "10.9.9.1 one");
+    assert_eq!(one.exec("echo 10.9.9.2 more >>/etc/hosts; tail -n 1 /etc/hosts").ok(), "10.9.9.2 more");
+    if machine {
+        let kinds = one.exec("grep -E ' (/etc/hosts|/dev/termination-log) ' /proc/mounts | cut -d' ' -f1,3").ok();
+        assert_eq!(kinds, ["pushed tmpfs"; 2].join("\n"));
+        assert_eq!(fs::read_to_string(&hosts).expect("it is there"), "10.9.9.1 one\n");
+    }
+
+    // kubelet writes /etc/hosts anew for each container, and all containers of the pod see that.
+    rewrite("10.9.9.3 all\n");
+    let second = new_log("00000001");
+    let script =
+        "head -c 5000 /dev/zero | tr '\\0' x >/dev/termination-log; echo the end >>/dev/termination-log; exit 3";
+    let two = ContainerRequest::sh("two", &image, script).set("mounts", mounts(&second)).set("linux", user);
+    let two = pod.start(two);
+    assert_eq!(one.exec("cat /etc/hosts").ok(), "10.9.9.3 all");
+    // What the container has written is there when its end is reported.
+    assert_eq!(two.wait_for_exit()["exitCode"], 3);
+    let end = fs::read_to_string(&second).expect("text");
+    assert!(end.ends_with("xthe end\n") && end.len() == if machine { 4096 } else { 5008 }, "{} bytes", end.len());
+    node.crictl.call(["rm", &two.id]);
+    assert_eq!(one.exec("cat /etc/hosts").ok(), "10.9.9.3 all");
+
+    // Only the pod's own processes are involved.
+    let third = new_log("ffffffff");
+    let script = "sleep 5; echo alone >/dev/termination-log";
+    pod.start(ContainerRequest::sh("three", &image, script).set("mounts", mounts(&third)));
+    let (one, pod) = (one.id.clone(), pod.id.clone());
+    node.kill();
+    eventually("the end of a container", || (fs::read_to_string(&third).ok()? == "alone\n").then_some(()));
+    node.start();
+    node.crictl.call(["stop", "--timeout", "1", &one]);
+    assert_eq!(fs::read_to_string(&first).expect("text"), "");
+    node.crictl.call(["rmp", "-f", &pod]);
+    assert_eq!(node.leaked(), Vec::<String>::new());
+}

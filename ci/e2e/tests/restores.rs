@@ -24,40 +24,59 @@ const COUNTER: &str = "mark=$(head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n
     (sleep 1000000 >/fifo & nc $PEER 7000 </fifo >/dev/null; echo ended >/connection) & \
     while :; do i=$((i + 1)); echo $mark $i; echo $i >>/count; echo $i >/memory/count; usleep 20000; done";
 
+/// Prints the number in the emptyDir. The file is empty while the counter writes it.
+const MEMORY_COUNT: &str = "until read count </memory/count; do :; done; echo $count";
+
 /// Serves a page.
 const SERVER: &str = "mkdir /www; echo page >/www/index.html; exec httpd -f -p 8080 -h /www";
 
-/// The volumes of one pod, with the test in place of kubelet: an emptyDir in memory, and a configMap. Dropping them unmounts the emptyDir.
+/// The volumes of one pod, with the test in place of kubelet: an emptyDir in memory, a configMap, the hosts of the pod, and the termination
+/// log of the counter. Dropping them unmounts the emptyDir.
 struct Volumes {
     memory: PathBuf,
     settings: PathBuf,
+    hosts: PathBuf,
+    log: PathBuf,
 }
 
 impl Volumes {
     fn new(node: &TestNode, uid: &str, setting: &str) -> Volumes {
-        let volumes = node.directory().join("kubelet/pods").join(uid).join("volumes");
+        let pod = node.directory().join("kubelet/pods").join(uid);
+        let (volumes, hosts, log) =
+            (pod.join("volumes"), pod.join("etc-hosts"), pod.join("containers/counter/0a1b2c3d"));
         let memory = volumes.join("kubernetes.io~empty-dir/memory");
         let settings = volumes.join("kubernetes.io~configmap/settings");
         // kubelet never uses the name of such a directory twice.
         let data = format!("..{uid}");
-        for directory in [&memory, &settings.join(&data)] {
+        for directory in [&memory, &settings.join(&data), &pod.join("containers/counter")] {
             fs::create_dir_all(directory).expect("the node's directory is writable");
+        }
+        for (file, text) in [(&hosts, format!("10.99.0.9 {setting}\n")), (&log, String::new())] {
+            fs::write(file, text).expect("the volume is ours");
         }
         run_program("mount", ["-t", "tmpfs", "none", &memory.display().to_string()]).ok();
         fs::write(settings.join(&data).join("key"), setting).expect("the volume is ours");
         symlink(&data, settings.join("..data")).expect("the volume is ours");
         symlink("..data/key", settings.join("key")).expect("the volume is ours");
-        Volumes { memory, settings }
+        Volumes { memory, settings, hosts, log }
     }
 
+    /// Returns the mounts that several containers have.
     fn mounts(&self) -> Vec<Mount> {
-        let mount = |host: &Path, container_path: &str, readonly| Mount {
-            host_path: host.display().to_string(),
-            container_path: container_path.to_owned(),
-            readonly,
-            ..Mount::default()
-        };
-        vec![mount(&self.memory, "/memory", false), mount(&self.settings, "/settings", true)]
+        vec![
+            mount(&self.memory, "/memory", false),
+            mount(&self.settings, "/settings", true),
+            mount(&self.hosts, "/kubelet-hosts", false),
+        ]
+    }
+}
+
+fn mount(host: &Path, container_path: &str, readonly: bool) -> Mount {
+    Mount {
+        host_path: host.display().to_string(),
+        container_path: container_path.to_owned(),
+        readonly,
+        ..Mount::default()
     }
 }
 
@@ -209,11 +228,15 @@ impl World {
 fn configs(image: &str, peer: &str, volumes: &Volumes) -> Vec<ContainerConfig> {
     let peer = nacelle_proto::cri::KeyValue { key: "PEER".to_owned(), value: peer.into() };
     let counter = ContainerConfig {
-        mounts: volumes.mounts(),
+        mounts: [volumes.mounts(), vec![mount(&volumes.log, "/dev/termination-log", false)]].concat(),
         envs: vec![peer],
         ..container_config("counter", image, &["sh", "-c", COUNTER])
     };
-    vec![counter, container_config("server", image, &["sh", "-c", SERVER])]
+    let server = ContainerConfig {
+        mounts: vec![mount(&volumes.hosts, "/kubelet-hosts", false)],
+        ..container_config("server", image, &["sh", "-c", SERVER])
+    };
+    vec![counter, server]
 }
 
 async fn address(client: &mut CriClient, pod: &CriPod) -> String {
@@ -262,7 +285,7 @@ fn a_pod_continues_as_several_others() {
         let count = world.sh(&counter, "cat /count").await;
         let numbers: Vec<u64> = count.lines().map(|line| line.parse().expect("a number")).collect();
         assert!(numbers.iter().copied().eq(1..=numbers.len() as u64), "{count}");
-        let in_memory: u64 = world.sh(&counter, "cat /memory/count").await.parse().expect("a number");
+        let in_memory: u64 = world.sh(&counter, MEMORY_COUNT).await.parse().expect("a number");
         assert!(in_memory >= first.1);
 
         // It has another identity.
@@ -277,6 +300,10 @@ fn a_pod_continues_as_several_others() {
         assert!(world.sh(&counter, "cat /etc/resolv.conf").await.contains("nameserver 10.99.0.7"));
         assert!(world.sh(&counter, "cat /etc/hosts").await.contains(&format!("{new}\tcopy")));
         assert_eq!(world.sh(&counter, "cat /settings/key").await, "copy");
+        for id in copy.containers.values() {
+            assert_eq!(world.sh(id, "cat /kubelet-hosts").await, "10.99.0.9 copy");
+        }
+        world.sh(&counter, "echo last words of $(hostname) >/dev/termination-log").await;
         let peer = world.peer_address.clone();
         world.sh(&counter, &format!("echo to the peer | timeout 10 nc -w 5 {peer} 7000 | grep peer")).await;
 
@@ -295,9 +322,9 @@ fn a_pod_continues_as_several_others() {
             ..container_config("later", &world.image, &["sleep", "1000000"])
         };
         let later = copy.pod.start_container(&mut world.client, later).await.expect("a container");
-        let seen: u64 = world.sh(&later, "cat /memory/count").await.parse().expect("a number");
+        let seen: u64 = world.sh(&later, MEMORY_COUNT).await.parse().expect("a number");
         assert!(seen > in_memory);
-        assert_eq!(world.sh(&later, "cat /settings/key").await, "copy");
+        assert_eq!(world.sh(&later, "cat /settings/key /kubelet-hosts").await, "copy10.99.0.9 copy");
 
         // Another one from the same checkpoint has nothing in common with the first but what was saved.
         let second = world.restore(&checkpoint, "second").await.expect("to restore the pod again");
@@ -317,6 +344,8 @@ fn a_pod_continues_as_several_others() {
         let container_id = counter.clone();
         world.client.stop_container(StopContainerRequest { container_id, timeout: 0 }).await.expect("to stop");
         assert_eq!(world.state(&copy, "counter").await, ContainerState::ContainerExited);
+        let logs = [&copy, &second, &world.saved].map(|pod| fs::read_to_string(&pod.volumes.log).expect("the log"));
+        assert_eq!(logs, ["last words of copy\n", "", ""]);
         world.client.remove_container(RemoveContainerRequest { container_id: counter }).await.expect("to remove");
         world.page_of(&copy.pod).await;
         world.counts_on("second");
@@ -350,7 +379,7 @@ fn a_restored_pod_is_saved_and_restored_again() {
         assert!(world.numbers("copy").contains(&(first.0, first.1 - 1)));
         let counter = last.containers["counter"].clone();
         assert_eq!(world.sh(&counter, "hostname; cat /settings/key").await, "last\nlast");
-        let in_memory: u64 = world.sh(&counter, "cat /memory/count").await.parse().expect("a number");
+        let in_memory: u64 = world.sh(&counter, MEMORY_COUNT).await.parse().expect("a number");
         assert!(in_memory >= first.1);
         // One that was never started ends with its pod. A daemon that is killed finds both again.
         world.node.kill();

@@ -16,6 +16,9 @@ pub const MAX_BYTES: u64 = 32 << 20;
 pub const MAX_PATH: usize = 4096;
 /// The maximum nesting depth of directories.
 pub const MAX_DEPTH: usize = 64;
+/// The maximum number of bytes of a file that are returned to the node: kubelet reads as many from the end of a termination log
+/// (MaxContainerTerminationMessageLength).
+pub const MAX_RETURNED: usize = 4096;
 /// A part of a volume ends when it has at least so many bytes; it has at most twice as many.
 pub const PART_BYTES: usize = 128 << 10;
 /// The maximum length of a message in bytes. Each message follows its length, as a little-endian u32.

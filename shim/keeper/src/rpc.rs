@@ -8,8 +8,9 @@ use nacelle_proto::agent::agent_server::Agent;
 use nacelle_proto::agent::{
     AbandonExecRequest, AttachDeviceRequest, AttachImageRequest, ClockReading, CreateContainerRequest,
     DetachDeviceRequest, DetachImageRequest, DropVolumeRequest, ExecRequest, FollowClockRequest, HoldRequest,
-    HoldResponse, ListContainersResponse, ReleaseRequest, RenewRequest, RestoreRequest, RestoreResponse,
-    SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest, WaitResponse, WriteVolumeRequest,
+    HoldResponse, ListContainersResponse, ReadVolumeRequest, ReadVolumeResponse, ReleaseRequest, RenewRequest,
+    RestoreRequest, RestoreResponse, SetMemoryRequest, SetSocketsRequest, SignalRequest, StatsResponse, WaitRequest,
+    WaitResponse, WriteVolumeRequest,
 };
 use nacelle_proto::common::{
     ContainerRef, ContainerUsage, CreateContainerResponse, Empty, ResizeRequest, SetMemoryResponse,
@@ -102,6 +103,10 @@ impl Agent for KeeperService {
     }
 
     async fn write_volume(&self, _: Request<Streaming<WriteVolumeRequest>>) -> Result<Response<Empty>, Status> {
+        unsupported("use a copied-in volume", "volumes are disks of the VM document")
+    }
+
+    async fn read_volume(&self, _: Request<ReadVolumeRequest>) -> Result<Response<ReadVolumeResponse>, Status> {
         unsupported("use a copied-in volume", "volumes are disks of the VM document")
     }
 

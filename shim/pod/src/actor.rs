@@ -24,6 +24,7 @@ use crate::machine::{self, AssembledVm, IMAGE_DISK, VOLUME_DISK, VmStart};
 use crate::memory::{self, MemoryLayout, MemoryResizer, RunningVm};
 use crate::record::{Phase, SavedPodState};
 use crate::restore::{self, RestoredVm};
+use crate::returned_files::ReturnedFile;
 use crate::socket_volumes::SocketVolumes;
 use crate::spec::PodSpec;
 use crate::state::{ContainerEvent, ContainerState, PodAction, PodEvent};
@@ -126,6 +127,8 @@ struct ContainerEntry {
     waiting: Vec<Reply<()>>,
     started: Option<(container::OutputStreams, container::Outputs)>,
     exit_task: Option<AbortHandle>,
+    /// The files of the node that its end is written to.
+    returned: Vec<ReturnedFile>,
     stops: ContainerStops,
 }
 

@@ -172,6 +172,13 @@ impl Agent {
         self.call("copy a volume into the guest", self.limit, self.rpc.clone().write_volume(parts)).await.map(drop)
     }
 
+    /// Returns the end of a copied-in volume that is a file.
+    pub async fn read_volume(&self, name: &str) -> Result<Bounded<Vec<u8>>, PodError> {
+        let request = proto::ReadVolumeRequest { name: name.to_owned() };
+        let read = self.call("read a copied-in file", self.limit, self.rpc.clone().read_volume(request)).await;
+        read.map(FromGuest::<proto::ReadVolumeResponse>::bound)
+    }
+
     /// Removes a copied-in volume.
     pub async fn remove_copied_volume(&self, name: &str) -> Result<(), PodError> {
         let request = proto::DropVolumeRequest { name: name.to_owned() };

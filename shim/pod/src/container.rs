@@ -10,6 +10,7 @@ use crate::guest_values::{Bounded, FromGuest};
 use crate::images::Placement;
 use crate::log::{ContainerLog, LogStream, pump};
 use crate::record::{ContainerPhase, LOST, SavedContainerState, SavedPodState};
+use crate::returned_files::{self, ReturnedFile};
 use crate::socket_volumes::SocketVolumes;
 use nacelle_base::machine::ImageDisk;
 use nacelle_base::task::run_blocking;
@@ -350,8 +351,13 @@ pub struct ContainerExit {
     pub message: String,
 }
 
-/// Waits until a container has ended and its output is in the log.
-pub async fn wait_for_exit(agent: &Agent, id: &str, pumps_running: &mut mpsc::Receiver<()>) -> ContainerExit {
+/// Waits until a container has ended, its output is in the log, and its files are returned.
+pub async fn wait_for_exit(
+    agent: &Agent,
+    id: &str,
+    pumps_running: &mut mpsc::Receiver<()>,
+    returned: Vec<ReturnedFile>,
+) -> ContainerExit {
     let mut pause = RETRY_PAUSE.0;
     let exit = loop {
         match agent.wait(id, "").await {
@@ -382,6 +388,7 @@ pub async fn wait_for_exit(agent: &Agent, id: &str, pumps_running: &mut mpsc::Re
     if tokio::time::timeout(DRAIN_LIMIT, pumps_running.recv()).await.is_err() {
         tracing::warn!(container = id, "the output of a container did not end with the container");
     }
+    returned_files::write_back(agent, id, returned).await;
     exit
 }
 

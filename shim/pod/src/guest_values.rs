@@ -10,6 +10,7 @@ mod statistics;
 pub use statistics::StatisticsBounds;
 
 use crate::text::printable;
+use nacelle_base::copied_in::MAX_RETURNED;
 use nacelle_base::timeline::TimelineStep;
 use nacelle_engine::MachineExit;
 use nacelle_proto::common::{CreateContainerResponse, SetMemoryResponse};
@@ -165,6 +166,16 @@ impl FromGuest<CreateContainerResponse> {
         let CreateContainerResponse { uid, gid, mut supplemental_groups } = self.0;
         supplemental_groups.truncate(MAX_GROUPS);
         Bounded(CreateContainerResponse { uid, gid, supplemental_groups })
+    }
+}
+
+impl FromGuest<agent::ReadVolumeResponse> {
+    /// Returns the last bytes, as many as a file of the node gets.
+    pub fn bound(self) -> Bounded<Vec<u8>> {
+        let mut end = self.0.end;
+        let surplus = end.len().saturating_sub(MAX_RETURNED);
+        end.drain(..surplus);
+        Bounded(end)
     }
 }
 

@@ -34,6 +34,7 @@ mod process;
 pub mod protocol;
 pub mod record;
 mod restore;
+mod returned_files;
 pub mod run_dir;
 pub mod scratch;
 mod server;

@@ -67,6 +67,7 @@ impl PodActor {
         }
         let volume_disk = self.check_devices(&request)?;
         let disks = self.take_offered_disks(&request)?;
+        let returned = self.take_returned_files(&request)?;
         let devices = self.acquire_devices(volume_disk.as_ref(), &request)?;
         let images = match self.acquire_images(slot.as_ref(), &request) {
             Ok(images) => images,
@@ -92,6 +93,7 @@ impl PodActor {
             waiting: Vec::new(),
             started: None,
             exit_task: None,
+            returned,
             stops: ContainerStops::default(),
         })
     }
@@ -225,9 +227,9 @@ impl PodActor {
                     record.started_at = now;
                 }
                 entry.started = Some((streams, outputs));
-                let id = id.to_owned();
+                let (id, returned) = (id.to_owned(), std::mem::take(&mut entry.returned));
                 let exit_task = tokio::spawn(async move {
-                    let exit = container::wait_for_exit(&agent, &id, &mut pumps_running).await;
+                    let exit = container::wait_for_exit(&agent, &id, &mut pumps_running, returned).await;
                     report(&events, EffectEvent::Exited(id, exit));
                 });
                 entry.exit_task = Some(exit_task.abort_handle());

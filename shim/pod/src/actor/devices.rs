@@ -6,6 +6,7 @@ use crate::container::{AttachOutcome, DeviceAttachment, DeviceUse};
 use crate::device_table::{DeviceChange, DeviceError};
 use crate::devices::{self, PlacedDevice};
 use crate::error::{Failure, PodError};
+use crate::returned_files::ReturnedFile;
 use nacelle_base::Chain;
 use nacelle_engine::Slot;
 use nacelle_proto::pod;
@@ -18,7 +19,7 @@ use tokio::task::AbortHandle;
 /// What the daemon offers to a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OfferKind {
-    /// A device, by its path in the container, or a disk, by its name; one file.
+    /// A device, by its path in the container, a disk, by its name, or a file that is returned, by the name of its volume; one file.
     Device,
     /// An image, by its key; the files of its extents.
     Image,
@@ -92,6 +93,26 @@ impl PodActor {
         }
         let offers = numbers.into_iter().filter_map(|number| self.offers.remove(&number));
         Ok(offers.filter_map(|mut offer| Some((offer.name, offer.files.pop()?))).collect())
+    }
+
+    /// Takes the files of the node that get the end of a copy: all of them, or none.
+    pub(super) fn take_returned_files(
+        &mut self,
+        request: &pod::CreateContainerRequest,
+    ) -> Result<Vec<ReturnedFile>, Failure> {
+        let mut found = Vec::new();
+        for volume in request.copied_in_volumes.iter().filter(|volume| volume.is_returned) {
+            let path = PathBuf::from(&volume.path);
+            let Some(number) = self.find_offer(OfferKind::Device, &request.id, &volume.name) else {
+                return Err(PodError::from(DeviceError::NotOffered { path }).into());
+            };
+            found.push((number, path));
+        }
+        let take = |(number, path)| {
+            let OfferedFiles { name: volume, mut files, .. } = self.offers.remove(&number)?;
+            Some(ReturnedFile { volume, file: files.pop()?, path })
+        };
+        Ok(found.into_iter().filter_map(take).collect())
     }
 
     /// Takes the files of an image that a container requests; `None` if they were not offered.

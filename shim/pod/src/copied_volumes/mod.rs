@@ -1,6 +1,7 @@
-//! Copies volumes of the node into the guest (configMap, secret, projected, downwardAPI). For each volume that kubelet
-//! updates, one task copies it for every container that mounts it, and again after every change, until the pod ends; other
-//! copies belong to one container and are made once. The daemon is not involved after the creation of a container.
+//! Copies volumes of the node into the guest (configMap, secret, projected, downwardAPI, and files that kubelet makes for containers).
+//! For each volume that kubelet updates, one task copies it for every container that mounts it, and again after every change, until the
+//! pod ends. Files of the whole pod are copied for every container. Other copies belong to one container and are made once. The daemon
+//! is not involved after the creation of a container.
 //!
 //! docs/contributor/volumes.md describes the whole. The tasks run on the async runtime; [`CopiedVolumes`] is cheap to clone.
 
@@ -32,13 +33,14 @@ type CopyRequest = (pod::CopiedInVolume, oneshot::Sender<Result<(), Failure>>);
 #[derive(Clone, Default)]
 pub struct CopiedVolumes {
     channel: Option<FileServerChannel>,
-    live: Arc<Mutex<BTreeMap<String, mpsc::UnboundedSender<CopyRequest>>>>,
+    /// The tasks of the volumes that containers have in common.
+    common: Arc<Mutex<BTreeMap<String, mpsc::UnboundedSender<CopyRequest>>>>,
 }
 
 impl CopiedVolumes {
     /// Creates the client of the file-server process at the other end of this channel, if there is one.
     pub fn new(channel: Option<FileServerChannel>) -> CopiedVolumes {
-        CopiedVolumes { channel, live: Arc::default() }
+        CopiedVolumes { channel, common: Arc::default() }
     }
 
     /// Copies the present content of this volume into the guest.
@@ -46,15 +48,15 @@ impl CopiedVolumes {
         let no_server = || Failure::from(PodError::NoFileServer { path: volume.path.clone() });
         let channel = self.channel.clone().ok_or_else(no_server)?;
         let mut copier = VolumeCopier { agent: agent.clone(), channel, name: volume.name.clone() };
-        if !volume.is_live {
+        if is_own(volume) {
             let (opened, outcome) = copier.open_and_copy(volume).await;
             copier.channel.close(&opened).await;
             return outcome.map_err(Failure::from);
         }
         let (sender, outcome) = oneshot::channel();
         {
-            let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
-            let requests = live.entry(volume.name.clone()).or_insert_with(|| {
+            let mut common = self.common.lock().unwrap_or_else(PoisonError::into_inner);
+            let requests = common.entry(volume.name.clone()).or_insert_with(|| {
                 let (requests, received) = mpsc::unbounded_channel();
                 tokio::spawn(copier.copy_on_change(received));
                 requests
@@ -67,7 +69,7 @@ impl CopiedVolumes {
     /// Removes a container's own copies from the guest, after the container is gone.
     pub fn remove_copies(&self, agent: Agent, volumes: &[pod::CopiedInVolume]) {
         let names: Vec<String> =
-            volumes.iter().filter(|volume| !volume.is_live).map(|volume| volume.name.clone()).collect();
+            volumes.iter().filter(|volume| is_own(volume)).map(|volume| volume.name.clone()).collect();
         if names.is_empty() {
             return;
         }
@@ -79,6 +81,11 @@ impl CopiedVolumes {
             }
         });
     }
+}
+
+/// Returns whether the copy belongs to one container.
+fn is_own(volume: &pod::CopiedInVolume) -> bool {
+    !volume.is_live && !volume.is_of_pod
 }
 
 /// Copies one volume.
@@ -101,7 +108,7 @@ impl VolumeCopier {
         (opened, outcome)
     }
 
-    /// Copies the volume whenever a container requests it, and whenever it has changed.
+    /// Copies the volume whenever a container requests it, and, if it is live, whenever it has changed.
     async fn copy_on_change(mut self, mut received: mpsc::UnboundedReceiver<CopyRequest>) {
         let mut current: Option<(OpenVolume, String)> = None;
         let mut pause: Option<Duration> = None;
@@ -119,7 +126,7 @@ impl VolumeCopier {
                 request = received.recv() => {
                     let Some((volume, sender)) = request else { return };
                     let (opened, outcome) = self.open_and_copy(&volume).await;
-                    let old = if outcome.is_ok() {
+                    let old = if outcome.is_ok() && volume.is_live {
                         pause = None;
                         current.replace((opened, volume.path)).map(|(old, _)| old)
                     } else {

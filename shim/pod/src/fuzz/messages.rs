@@ -17,7 +17,7 @@ const RESERVE: u64 = 1 << 30;
 type Check = fn(&[u8]);
 
 /// The types of all messages. The first byte of an input selects one.
-const CHECKS: [Check; 47] = [
+const CHECKS: [Check; 49] = [
     // From the guest to the pod process.
     agent_hello,
     boot_report,
@@ -70,6 +70,8 @@ const CHECKS: [Check; 47] = [
     only_decode::<pod::CheckpointResponse>,
     restore_response,
     only_decode::<agent::RestoreRequest>,
+    read_volume_response,
+    only_decode::<agent::ReadVolumeRequest>,
 ];
 
 /// Decodes one message: the number of its type and its bytes.
@@ -146,6 +148,11 @@ fn restore_response(bytes: &[u8]) {
     let response = FromGuest::new(restored).bound().into_response(Vec::new());
     // A character has at most four bytes; one that cannot be printed is replaced by its escape sequence.
     assert!(response.kernel_release.len() + response.agent_version.len() <= 2 * 128 * 10);
+}
+
+fn read_volume_response(bytes: &[u8]) {
+    let Some(read) = decode::<agent::ReadVolumeResponse>(bytes) else { return };
+    assert!(FromGuest::new(read).bound().len() <= 4096);
 }
 
 fn memory_response(bytes: &[u8]) {

@@ -13,18 +13,21 @@ pub enum PodFeature {
     DetachedExec,
     /// Commands run in the guest itself, for an operator.
     GuestShell,
+    /// Files that kubelet makes for containers are copied in, and termination logs are returned.
+    KubeletFiles,
     /// Containers connect to sockets of the node.
     SocketVolumes,
 }
 
 impl PodFeature {
     /// All features.
-    pub const ALL: [PodFeature; 6] = [
+    pub const ALL: [PodFeature; 7] = [
         PodFeature::AnonymousVolumes,
         PodFeature::ApparmorProfiles,
         PodFeature::Checkpoint,
         PodFeature::DetachedExec,
         PodFeature::GuestShell,
+        PodFeature::KubeletFiles,
         PodFeature::SocketVolumes,
     ];
 
@@ -36,6 +39,7 @@ impl PodFeature {
             PodFeature::Checkpoint => "checkpoint",
             PodFeature::DetachedExec => "detached-exec",
             PodFeature::GuestShell => "guest-shell",
+            PodFeature::KubeletFiles => "kubelet-files",
             PodFeature::SocketVolumes => "socket-volumes",
         }
     }
@@ -48,6 +52,7 @@ impl PodFeature {
             PodFeature::Checkpoint => "checkpoints of a running pod",
             PodFeature::DetachedExec => "commands that outlive their client",
             PodFeature::GuestShell => "commands in the guest",
+            PodFeature::KubeletFiles => "copies of files that kubelet makes for containers",
             PodFeature::SocketVolumes => "volumes of which a container sees the sockets",
         }
     }
@@ -66,6 +71,7 @@ impl PodFeature {
             | PodFeature::SocketVolumes => 1,
             PodFeature::GuestShell => 2,
             PodFeature::Checkpoint => 3,
+            PodFeature::KubeletFiles => 4,
         }
     }
 

@@ -35,7 +35,7 @@ pub struct PodProtocolVersion {
 
 impl PodProtocolVersion {
     /// The version of this build.
-    pub const CURRENT: PodProtocolVersion = PodProtocolVersion { major: 1, minor: 3 };
+    pub const CURRENT: PodProtocolVersion = PodProtocolVersion { major: 1, minor: 4 };
     /// The version of processes that do not implement Hello.
     pub const BEFORE_HELLO: PodProtocolVersion = PodProtocolVersion { major: 1, minor: 0 };
 }

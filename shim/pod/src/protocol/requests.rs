@@ -95,7 +95,6 @@ base_messages! {
         name, path, source, bytes, mode, uid, gid, has_node_files, sub_path, sub_path_mode, sub_path_uid, sub_path_gid, page_bytes
     }
     pod::BlockDevice { key, path, writable, container_path, access, mode, uid, gid, is_empty_dir }
-    pod::CopiedInVolume { name, server_path, is_live, path }
     pod::SocketVolume { name, server_path, path }
     pod::StopContainerRequest { id, timeout_ms }
     pod::ExecSyncRequest { id, args, timeout_ms }
@@ -123,6 +122,13 @@ impl GatedRequest for pod::ConfigureRequest {
     fn needed(&self) -> PodFeatureSet {
         let Self { interfaces, routes, dns } = self;
         all(interfaces).union(all(routes)).union(all(dns))
+    }
+}
+
+impl GatedRequest for pod::CopiedInVolume {
+    fn needed(&self) -> PodFeatureSet {
+        let Self { name: _, server_path: _, is_live: _, path: _, is_of_pod, is_returned } = self;
+        needed_if(*is_of_pod || *is_returned, PodFeature::KubeletFiles)
     }
 }
 
@@ -201,6 +207,10 @@ mod tests {
         match feature {
             PodFeature::AnonymousVolumes => {
                 Some(CreateContainerRequest { anonymous_volumes: vec!["/data".into()], ..request })
+            }
+            PodFeature::KubeletFiles => {
+                let copied_in_volumes = vec![pod::CopiedInVolume { is_returned: true, ..Default::default() }];
+                Some(CreateContainerRequest { copied_in_volumes, ..request })
             }
             PodFeature::SocketVolumes => {
                 Some(CreateContainerRequest { socket_volumes: vec![pod::SocketVolume::default()], ..request })

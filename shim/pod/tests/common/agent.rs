@@ -71,6 +71,8 @@ pub struct FakeAgent {
     pub clock_ahead: Mutex<i64>,
     /// The token of the Hold that was not released.
     pub holder: Mutex<Option<Vec<u8>>>,
+    /// The end of all copied-in files.
+    pub volume_end: Mutex<Vec<u8>>,
     /// The last request to become another pod.
     pub restored: Mutex<Option<proto::RestoreRequest>>,
     processes: Mutex<BTreeMap<(String, String), Process>>,
@@ -321,6 +323,11 @@ impl Agent for Service {
             }
         }
         Err(Status::unavailable("the volume was not sent completely"))
+    }
+
+    async fn read_volume(&self, _: Request<proto::ReadVolumeRequest>) -> RpcResult<proto::ReadVolumeResponse> {
+        self.apply_fault("read_volume").await?;
+        Ok(Response::new(proto::ReadVolumeResponse { end: self.0.volume_end.lock().unwrap().clone() }))
     }
 
     async fn drop_volume(&self, _: Request<proto::DropVolumeRequest>) -> RpcResult<common::Empty> {

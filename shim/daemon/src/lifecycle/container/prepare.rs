@@ -5,6 +5,7 @@ use super::machine;
 use crate::lifecycle::context::NodeServices;
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::request::ask;
+use crate::lifecycle::volume::copied_in;
 use crate::lifecycle::volume::device::{self, BlockDevice};
 use crate::lifecycle::volume::plan::{self, Delivery, VolumePlan};
 use crate::lifecycle::volume::shared::{self, detach_all};
@@ -19,7 +20,8 @@ use nacelle_model::security::PidMode;
 use nacelle_pod::client::{Offer, PodClient};
 use nacelle_pod::protocol::{PodFeature, PodFeatureSet};
 use nacelle_proto::pod as proto;
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The step in which a pod process of another version refuses a container.
@@ -29,7 +31,7 @@ const CREATE: &str = "create the container";
 pub(crate) struct Prepared {
     pub(super) request: proto::CreateContainerRequest,
     pub(super) client: PodClient,
-    /// Block devices and disks that were sent to the pod process already.
+    /// Block devices, disks and files that were sent to the pod process already.
     pub(super) offers: Vec<Offer>,
     /// The PCI devices of a machine pod's machine.
     pub(super) passed: Option<PassthroughDevices>,
@@ -47,7 +49,8 @@ impl Prepared {
     /// (names of users, paths in volumes) nor on the VM (device slots, paths in sysfs).
     pub(crate) fn is_certain(&self) -> bool {
         let numbers = |user: &str| user.chars().all(|c| c.is_ascii_digit() || c == ':');
-        self.offers.is_empty()
+        self.request.devices.is_empty()
+            && self.request.disks.is_empty()
             && !self.in_sysfs
             && self.passed.as_ref().is_none_or(PassthroughDevices::is_empty)
             && numbers(&self.request.user)
@@ -78,7 +81,7 @@ pub(crate) async fn prepare(
         return Ok(Prepared { request, client, offers, passed: Some(passed), in_sysfs: false });
     }
     let (config, nodes, blocks) = devices(pod, record).await?;
-    let plans = plan::plan(services, pod, record).await?;
+    let plans = plan::plan(services, client.peer(), pod, record).await?;
     let prepared = async {
         shared::attach(services, pod, record, &plans).await?;
         let mounts: Vec<_> = plans.iter().map(VolumePlan::mount).collect();
@@ -98,10 +101,17 @@ pub(crate) async fn prepare(
         }
         request.devices.extend(offered.iter().map(|(device, _)| device.clone()));
         client.check(&request).map_err(at(CREATE))?;
+        let mut offered: Vec<(String, OwnedFd)> =
+            offered.into_iter().map(|(device, file)| (device.container_path, file)).collect();
+        for copy in request.copied_in_volumes.iter().filter(|copy| copy.is_returned) {
+            let path = PathBuf::from(&copy.path);
+            let file = blocking(move || copied_in::open_returned(&path)).await;
+            offered.push((copy.name.clone(), file.map_err(at("open a file for the container's end"))?.into()));
+        }
         let mut offers = Vec::with_capacity(offered.len());
-        for (device, file) in offered {
-            let call = client.offer_device(record.id.as_str(), &device.container_path, file);
-            offers.push(ask("hand a device over to the pod", services.request_timeout(), call).await?);
+        for (name, file) in offered {
+            let call = client.offer_device(record.id.as_str(), &name, file);
+            offers.push(ask("hand a file over to the pod", services.request_timeout(), call).await?);
         }
         Ok((request, offers))
     };

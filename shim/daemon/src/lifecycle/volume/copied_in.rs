@@ -1,17 +1,20 @@
 //! Determines which volumes of the node are copied into a VM instead of shared: those that kubelet writes for the VM's pod
-//! (configMap, secret, projected, downwardAPI). docs/contributor/volumes.md has the rules. Reads the node's directories, and
-//! changes nothing.
+//! (configMap, secret, projected, downwardAPI), and the files that it makes for containers (/etc/hosts, termination logs).
+//! docs/contributor/volumes.md has the rules. Reads the node's directories, and changes nothing.
 
 use super::host_path::HostPath;
 use nacelle_base::ContainerId;
 use nacelle_base::copied_in::{DATA, DIRECTORY};
+use nacelle_base::files::{FileError, at};
 use nacelle_model::mount::{NodeVolume, Propagation};
 use nacelle_proto::pod as proto;
 use siphasher::sip::SipHasher13;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File, OpenOptions};
 use std::hash::Hasher;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path};
 
 /// Directories of kubelet's volume plugins that write a volume once and then replace it as a whole.
@@ -21,6 +24,8 @@ const PLUGINS: [(&str, &str); 4] = [
     ("kubernetes.io~projected", "projected"),
     ("kubernetes.io~downward-api", "downward-api"),
 ];
+/// The largest /etc/hosts that is copied, in bytes.
+const MAX_HOSTS: u64 = 1 << 20;
 /// The largest part of a volume's name, in bytes, that its name in the guest contains.
 const MAX_NAME: usize = 64;
 
@@ -31,21 +36,29 @@ enum CopyMode {
     Live(String),
     /// A file or directory of a volume, as it is now.
     Once,
+    /// The pod's /etc/hosts under this name, as it is now, for all containers.
+    Hosts(String),
+    /// An empty file, whose end is returned when the container has exited.
+    TerminationLog,
 }
 
-/// Returns the copy request for a volume, the `number`th that is copied into the container; `None` for a volume that is shared.
+/// Returns the copy request for a volume, the `number`th that is copied into the container; `None` for a volume that is shared. `files`:
+/// the pod process can copy the files that kubelet makes for containers.
 pub(super) fn plan(
     id: &ContainerId,
     number: usize,
     volume: &NodeVolume,
     host: &HostPath,
+    files: bool,
 ) -> Option<proto::CopiedInVolume> {
-    let mode = copy_mode(volume, host)?;
+    let mode = copy_mode(volume, host).or_else(|| if files { file_mode(volume, host) } else { None })?;
     Some(proto::CopiedInVolume {
         is_live: matches!(mode, CopyMode::Live(_)),
+        is_of_pod: matches!(mode, CopyMode::Hosts(_)),
+        is_returned: mode == CopyMode::TerminationLog,
         name: match mode {
-            CopyMode::Live(name) => name,
-            CopyMode::Once => format!("{id}.{number}"),
+            CopyMode::Live(name) | CopyMode::Hosts(name) => name,
+            CopyMode::Once | CopyMode::TerminationLog => format!("{id}.{number}"),
         },
         server_path: format!("{id}/{number}"),
         path: host.as_str().to_owned(),
@@ -74,6 +87,40 @@ fn copy_mode(volume: &NodeVolume, host: &HostPath) -> Option<CopyMode> {
             PLUGINS.iter().any(|(plugin, _)| is_written_by_kubelet(&of(plugin))).then_some(CopyMode::Once)
         }
         _ => None,
+    }
+}
+
+/// Returns how a file is copied that kubelet makes for a container, which may write to it.
+fn file_mode(volume: &NodeVolume, host: &HostPath) -> Option<CopyMode> {
+    let path = host.as_path();
+    let metadata = fs::symlink_metadata(path).ok().filter(|metadata| metadata.is_file())?;
+    if volume.propagation != Propagation::Private {
+        return None;
+    }
+    let names: Vec<&str> = path.iter().map(|name| name.to_str().unwrap_or_default()).collect();
+    match names.as_slice() {
+        [.., "pods", _pod, name @ "etc-hosts"] if metadata.len() <= MAX_HOSTS => {
+            Some(CopyMode::Hosts(called("file", name, path)))
+        }
+        [.., "pods", _pod, "containers", _container, log] if is_termination_log(log) && metadata.len() == 0 => {
+            Some(CopyMode::TerminationLog)
+        }
+        _ => None,
+    }
+}
+
+/// Returns whether kubelet gives such names to termination logs: a random number of 32 bits.
+fn is_termination_log(name: &str) -> bool {
+    name.len() == 8 && name.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}
+
+/// Opens the file to which the end of its copy is returned. Blocks.
+pub(crate) fn open_returned(path: &Path) -> Result<File, FileError> {
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    let file = file.map_err(at("open", path))?;
+    match file.metadata().map_err(at("inspect", path))?.is_file() {
+        true => Ok(file),
+        false => Err(at("open", path)(io::ErrorKind::InvalidInput.into())),
     }
 }
 
@@ -176,6 +223,45 @@ mod tests {
         fs::create_dir_all(part.parent().unwrap()).unwrap();
         fs::write(&part, "value").unwrap();
         assert_eq!(mode(&volume(&part)), Some(CopyMode::Once));
+    }
+
+    #[test]
+    fn files_that_kubelet_makes_for_containers_are_copied_in() {
+        let node = tempfile::tempdir().unwrap();
+        let pod = node.path().join("pods/uid");
+        let log = pod.join("containers/c/0a1b2c3d");
+        fs::create_dir_all(log.parent().unwrap()).unwrap();
+        let hosts = pod.join("etc-hosts");
+        for file in [&hosts, &log] {
+            fs::write(file, "").unwrap();
+        }
+        let id = ContainerId::from_bytes([1; 32]);
+        let of = |volume: &NodeVolume| plan(&id, 3, volume, &HostPath::of(Path::new(&volume.host_path)), true);
+        let writable = |path: &Path| NodeVolume { readonly: false, ..volume(path) };
+        let copy = of(&writable(&hosts)).unwrap();
+        assert!(copy.is_of_pod && !copy.is_live && !copy.is_returned && copy.name.starts_with("file.etc-hosts."));
+        let copy = of(&writable(&log)).unwrap();
+        assert!(copy.is_returned && !copy.is_of_pod && copy.name == format!("{id}.3"));
+        assert!(open_returned(&log).is_ok() && open_returned(&pod).is_err());
+        let old = plan(&id, 3, &writable(&hosts), &HostPath::of(&hosts), false);
+        assert_eq!(old, None, "an older pod process");
+
+        let both_ways = NodeVolume { propagation: Propagation::BothWays, ..writable(&hosts) };
+        assert_eq!(of(&both_ways), None);
+        for other in ["containers/c/0A1b2c3d", "containers/c/0a1b2c3", "containers/0a1b2c3d", "hosts", "c/etc-hosts"] {
+            let path = pod.join(other);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "").unwrap();
+            assert_eq!(of(&writable(&path)), None, "{other}");
+        }
+        fs::write(&log, "from before").unwrap();
+        assert_eq!(of(&writable(&log)), None, "not empty");
+        fs::remove_file(&log).unwrap();
+        symlink(&hosts, &log).unwrap();
+        assert!(of(&writable(&log)).is_none() && open_returned(&log).is_err(), "a link");
+        fs::remove_file(&hosts).unwrap();
+        fs::create_dir(&hosts).unwrap();
+        assert_eq!(of(&writable(&hosts)), None, "a directory");
     }
 
     #[test]

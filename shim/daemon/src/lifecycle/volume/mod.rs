@@ -1,7 +1,7 @@
 //! Determines how the volumes of a container reach it: shared, copied in, as sockets, memory or a disk of the VM. docs/contributor/volumes.md has
 //! the rules.
 
-mod copied_in;
+pub(crate) mod copied_in;
 pub(crate) mod device;
 mod disk;
 mod empty_dir;

@@ -10,6 +10,7 @@ use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{ContainerId, share};
 use nacelle_model::mount::NodeVolume;
 use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_pod::protocol::{PodFeature, PodPeer};
 use nacelle_proto::pod as proto;
 use std::os::fd::OwnedFd;
 
@@ -72,6 +73,8 @@ impl VolumePlan {
 struct Rules {
     /// The pod has a guest.
     guest: bool,
+    /// The pod process can copy the files that kubelet makes for containers.
+    kubelet_files: bool,
     /// The node maps owner ids, which only a share supports: the pod has a user namespace.
     mapped: bool,
     /// The container paths of socket volumes.
@@ -83,6 +86,7 @@ struct Rules {
 /// Plans the volumes of a container. Creates missing directories of the node and missing disks of volumes.
 pub(crate) async fn plan(
     services: &NodeServices,
+    peer: &PodPeer,
     pod: &PodRecord,
     record: &ContainerRecord,
 ) -> Result<Vec<VolumePlan>, LifecycleError> {
@@ -95,7 +99,9 @@ pub(crate) async fn plan(
     };
     let sockets = pod.config.socket_mounts.clone();
     sockets::check_image_volumes(&sockets, &record.config.volumes)?;
-    let (rules, id, config) = (Rules { guest, mapped, sockets, empty_dirs }, record.id.clone(), record.config.clone());
+    let kubelet_files = peer.has(PodFeature::KubeletFiles);
+    let rules = Rules { guest, kubelet_files, mapped, sockets, empty_dirs };
+    let (id, config) = (record.id.clone(), record.config.clone());
     let restored = pod.restored.clone();
     blocking(move || {
         let mut plans = rules.plan(&id, &config.node_volumes)?;
@@ -155,7 +161,9 @@ impl Rules {
         if let Some(plan) = sockets::plan(&self.sockets, id, opened, volume, host)? {
             return Ok(Delivery::Sockets(plan));
         }
-        let copy = if self.guest { copied_in::plan(id, opened, volume, host) } else { None };
+        // The copies of files that containers write have no mapped owners.
+        let files = self.kubelet_files && !self.mapped;
+        let copy = if self.guest { copied_in::plan(id, opened, volume, host, files) } else { None };
         if let Some(copy) = copy {
             return Ok(Delivery::CopiedIn(copy));
         }
@@ -187,7 +195,13 @@ mod tests {
     }
 
     fn rules(guest: bool) -> Rules {
-        Rules { guest, mapped: false, sockets: Vec::new(), empty_dirs: disk::EmptyDirForm::Shared("none") }
+        Rules {
+            guest,
+            kubelet_files: true,
+            mapped: false,
+            sockets: Vec::new(),
+            empty_dirs: disk::EmptyDirForm::Shared("none"),
+        }
     }
 
     #[test]

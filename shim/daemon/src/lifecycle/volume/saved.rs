@@ -39,7 +39,9 @@ pub(super) fn keep_names(
             Delivery::Shared | Delivery::Sockets(_) | Delivery::Disk { .. } => "",
         };
         match (restored.volumes.get(key), &mut plan.delivery) {
-            (Some(name), Delivery::CopiedIn(copy)) if !is_in_memory(name) && (continues || copy.is_live) => {
+            (Some(name), Delivery::CopiedIn(copy))
+                if !is_in_memory(name) && (continues || copy.is_live || copy.is_of_pod) =>
+            {
                 copy.name.clone_from(name);
                 plan.guest = GuestPath::new(in_guest(copy));
             }

@@ -60,7 +60,7 @@ pub(super) fn plan(
             "the sockets of an emptyDir are the containers' own, and connect them without the annotation",
         ));
     }
-    if copied_in::plan(id, number, volume, host).is_some() {
+    if copied_in::plan(id, number, volume, host, true).is_some() {
         return Err(refused("kubelet writes this volume, and it has no sockets"));
     }
     let kind = fs::symlink_metadata(host.as_path()).map(|found| found.file_type());
