@@ -443,6 +443,9 @@ fn cni_config(directory: &Path, options: &NodeOptions) -> String {
 /// The default VM settings of tests.
 pub const SMALL_VM: &str = "memory_mib = 128\nscratch_mib = 512\n";
 
+/// The annotation with the checkpoint from which a pod continues; the default handler allows it.
+pub const FROM_CHECKPOINT: &str = "vm.nacelle.dev/from-checkpoint";
+
 /// Returns the configuration of a handler with the engine under test; `more` are further lines.
 pub fn handler_config(name: &str, more: &str) -> String {
     let [kernel, initrd] = ["NACELLE_KERNEL", "NACELLE_INITRD"].map(crate::path_from_env);
@@ -460,7 +463,7 @@ fn daemon_config(directory: &Path, registry: &TestRegistry, options: &NodeOption
         path("netns"),
         options.network,
     );
-    text += &handler_config("nacelle", SMALL_VM);
+    text += &handler_config("nacelle", &format!("{SMALL_VM}allowed_annotations = [{FROM_CHECKPOINT:?}]\n"));
     text += &handler_config("other", SMALL_VM);
     text += "[handlers.host]\nengine = \"host\"\n\n";
     let special = match options.registry {

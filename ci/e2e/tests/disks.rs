@@ -204,7 +204,7 @@ fn invalid_sizes_and_volumes_are_refused() {
         let answer = node.crictl.try_call(["runp", "--runtime", handler, &file]).err();
         assert!(answer.contains(code) && answer.contains(words) && answer.contains(LIMITS_ANNOTATION), "{answer}");
     };
-    refused("nacelle", "a=16Mi", "InvalidArgument", "allows []");
+    refused("other", "a=16Mi", "InvalidArgument", "allows []");
     refused("shares", "a=16Mi", "FailedPrecondition", "sizeLimit kubelet enforces");
     let guest = engine() != "host";
     if guest {

@@ -1,13 +1,13 @@
 //! Tests RestorePod: pods that continue from the checkpoint of another pod. Only engine `kvm` restores pods.
 
 use nacelle_e2e::cri::{self, CriClient, CriPod, checkpoint, container_config, pod_config, restore};
-use nacelle_e2e::node::{NodeOptions, engine};
+use nacelle_e2e::node::{FROM_CHECKPOINT, NodeOptions, engine};
 use nacelle_e2e::run::{block_on, run_program};
 use nacelle_e2e::{TestImage, TestNode, eventually};
 use nacelle_proto::cri::{
     ContainerConfig, ContainerState, ContainerStatusRequest, DnsConfig, ListContainersRequest, ListPodSandboxRequest,
-    Mount, PodSandboxConfig, PodSandboxStatusRequest, RemoveContainerRequest, StartContainerRequest,
-    StopContainerRequest,
+    Mount, PodSandboxConfig, PodSandboxStatusRequest, RemoveContainerRequest, RunPodSandboxRequest,
+    StartContainerRequest, StopContainerRequest,
 };
 use std::collections::BTreeMap;
 use std::fs;
@@ -158,6 +158,31 @@ impl World {
         let config = self.pod_config(name);
         let (pod, containers) = restore(&mut self.client, from, "", config, &configs, LIMIT).await?;
         Ok(Counting { pod, containers, volumes })
+    }
+
+    /// Runs a pod that names a checkpoint, as kubelet does: an init container runs to its end before the others are created and started.
+    async fn run_from(&mut self, checkpoint: &str, name: &str) -> Counting {
+        let mut config = self.pod_config(name);
+        config.annotations.insert(FROM_CHECKPOINT.to_owned(), checkpoint.to_owned());
+        let volumes = Volumes::new(&self.node, name, name);
+        let run = RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: String::new() };
+        let id = self.client.run_pod_sandbox(run).await.expect("a pod").into_inner().pod_sandbox_id;
+        let pod = CriPod { id, config };
+        let init = ContainerConfig {
+            mounts: vec![mount(&volumes.settings, "/settings", true)],
+            log_path: "init.log".to_owned(),
+            ..container_config("init", &self.image, &["sh", "-c", "cat /settings/key; ls /memory"])
+        };
+        pod.start_container(&mut self.client, init).await.expect("a new container");
+        let log = self.node.directory().join(name).join("init.log");
+        eventually("the init container ends", || fs::read_to_string(&log).ok().filter(|log| log.contains("/memory")));
+        let mut containers = BTreeMap::new();
+        for config in configs(&self.image, &self.peer_address, &volumes) {
+            let name = config.metadata.as_ref().expect("a name").name.clone();
+            let id = pod.start_container(&mut self.client, config).await.expect("a container");
+            containers.insert(name, id);
+        }
+        Counting { pod, containers, volumes }
     }
 
     async fn start(&mut self, pod: &Counting, name: &str) {
@@ -366,9 +391,10 @@ fn a_restored_pod_is_saved_and_restored_again() {
             world.start(&copy, name).await;
         }
         world.counts_on("copy");
-        let (again, pod) = (world.node.directory().join("again"), copy.pod.clone());
-        let ids: Vec<String> = copy.containers.values().cloned().collect();
-        world.save(&pod, &ids, &again).await.expect("to save the restored pod");
+        // Saved under a name, as by hand.
+        let created = world.node.nacelle_json(&["checkpoint", "create", &copy.pod.id, "counting"]);
+        let again = PathBuf::from(created["path"].as_str().expect("its path"));
+        assert_eq!((&created["namespace"], &created["problem"]), (&"e2e".into(), &serde_json::Value::Null));
         world.counts_on("copy");
         // The files of the first checkpoint are not needed any more.
         fs::remove_dir_all(&checkpoint).expect("to remove the checkpoint");
@@ -390,7 +416,17 @@ fn a_restored_pod_is_saved_and_restored_again() {
         world.page_of(&last.pod).await;
         world.counts_on("last");
         world.counts_on("copy");
-        world.remove(vec![copy, last]).await;
+
+        // A pod that names the checkpoint in its annotation.
+        let named = world.run_from("counting", "named").await;
+        world.counts_on("named");
+        assert_eq!(world.numbers("named")[0], world.numbers("last")[0]);
+        world.page_of(&named.pod).await;
+        let counter = named.containers["counter"].clone();
+        assert_eq!(world.sh(&counter, "hostname; cat /settings/key").await, "named\nnamed");
+        world.node.nacelle(&["checkpoint", "rm", "counting", "--namespace", "e2e"]).ok();
+        assert!(!again.exists());
+        world.remove(vec![copy, last, named]).await;
     });
 }
 

@@ -2,118 +2,23 @@
 
 mod common;
 
-use common::{Daemon, World, container_config, pod_config};
-use nacelle_base::machine::EngineKind;
-use nacelle_proto::{cri, pod as proto};
-use nix::mount::{MsFlags, mount, umount};
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use common::saved::{Saved, with_volume};
+use common::{Daemon, container_config, pod_config};
+use nacelle_proto::cri;
+use nix::mount::umount;
 use std::time::Duration;
 use tonic::{Code, Request, Status};
 
 /// Longer than any restore of a simulated VM.
 const GENEROUS: Duration = Duration::from_secs(50);
 
-/// A checkpoint of a pod with the containers `a` and `b`, which has ended since.
-struct Saved {
-    world: World,
-    directory: tempfile::TempDir,
-    /// The ids that the containers had.
-    ids: [String; 2],
-    mounts: Mutex<Vec<PathBuf>>,
-}
-
-impl Drop for Saved {
-    fn drop(&mut self) {
-        for path in self.mounts.lock().unwrap().drain(..) {
-            // One test has done so already.
-            let _ = umount(&path);
-        }
+fn request_of(saved: &Saved, name: &str) -> cri::RestorePodRequest {
+    cri::RestorePodRequest {
+        checkpoint_path: saved.path().display().to_string(),
+        config: Some(pod_config(name)),
+        container_configs: vec![with_volume("a", &saved.volume(name)), container_config("b")],
+        ..Default::default()
     }
-}
-
-impl Saved {
-    fn new() -> (Saved, Daemon) {
-        let mut world = World::new();
-        world.fitting = EngineKind::Kvm;
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let mut saved = Saved { world, directory, ids: Default::default(), mounts: Mutex::default() };
-        let mut daemon = saved.world.daemon();
-        saved.ids = saved.world.run(saved.save(&mut daemon));
-        (saved, daemon)
-    }
-
-    async fn save(&self, daemon: &mut Daemon) -> [String; 2] {
-        let pod = daemon.run_pod("saved").await.unwrap();
-        let volume = self.volume("saved");
-        let a = daemon.create_from(&pod, with_volume("a", &volume)).await.unwrap();
-        let b = daemon.create(&pod, "b").await.unwrap();
-        for id in [&a, &b] {
-            daemon.start(id).await.unwrap();
-        }
-        let fake = self.world.pods.of(&pod);
-        let image = fake.made.lock().unwrap()[0].image_key.clone();
-        let name = "memory.cache.0000000000000001".to_owned();
-        {
-            let mut reply = fake.checkpoints.reply.lock().unwrap();
-            let placed = |image_key, partition| proto::PlacedImage {
-                image_key,
-                partition,
-                offset: u64::from(partition) << 20,
-                length: 4096,
-            };
-            reply.images = vec![placed(image, 1), placed(format!("sha256:{}", "5".repeat(64)), 2)];
-            reply.volumes =
-                vec![proto::VolumeInGuest { container_id: a.clone(), container_path: "/cache".into(), name }];
-        }
-        fs::create_dir_all(self.path()).unwrap();
-        let request = cri::CheckpointPodRequest {
-            pod_sandbox_id: pod.clone(),
-            output_path: self.path().display().to_string(),
-            container_ids: vec![a.clone(), b.clone()],
-            options: [].into(),
-        };
-        daemon.cri.checkpoint_pod(request).await.unwrap();
-        daemon.stop_pod(&pod).await.unwrap();
-        daemon.remove_pod(&pod).await.unwrap();
-        [a, b]
-    }
-
-    fn path(&self) -> PathBuf {
-        self.directory.path().join("checkpoint")
-    }
-
-    /// Returns an emptyDir in memory as kubelet makes it, for the pod of this uid.
-    fn volume(&self, uid: &str) -> PathBuf {
-        let volume = self.directory.path().join(format!("pods/{uid}/volumes/kubernetes.io~empty-dir/cache"));
-        if !volume.exists() {
-            fs::create_dir_all(&volume).unwrap();
-            mount(Some("none"), &volume, Some("tmpfs"), MsFlags::empty(), None::<&str>).expect("the tests run as root");
-            self.mounts.lock().unwrap().push(volume.clone());
-        }
-        volume
-    }
-
-    fn request(&self, name: &str) -> cri::RestorePodRequest {
-        cri::RestorePodRequest {
-            checkpoint_path: self.path().display().to_string(),
-            config: Some(pod_config(name)),
-            container_configs: vec![with_volume("a", &self.volume(name)), container_config("b")],
-            ..Default::default()
-        }
-    }
-
-    fn nothing_left(&self) {
-        assert_eq!(self.world.left(), Vec::<String>::new());
-        assert!(self.world.pods.alive().is_empty());
-    }
-}
-
-fn with_volume(name: &str, volume: &Path) -> cri::ContainerConfig {
-    let mount =
-        cri::Mount { container_path: "/cache".into(), host_path: volume.display().to_string(), ..Default::default() };
-    cri::ContainerConfig { mounts: vec![mount], ..container_config(name) }
 }
 
 async fn restore(daemon: &mut Daemon, request: cri::RestorePodRequest) -> Result<cri::RestorePodResponse, Status> {
@@ -136,7 +41,7 @@ fn a_pod_continues_with_all_its_containers() {
     let world = &saved.world;
     world.run(async {
         let before = world.script.steps().len();
-        let restored = restore(&mut daemon, saved.request("new")).await.unwrap();
+        let restored = restore(&mut daemon, request_of(&saved, "new")).await.unwrap();
         let steps = world.script.steps().split_off(before);
         let at = |name: &str| steps.iter().position(|step| *step == name).unwrap();
         assert!(at("configure") < at("join"), "nothing of the saved pod reaches the network: {steps:?}");
@@ -167,16 +72,16 @@ fn a_pod_continues_with_all_its_containers() {
         assert_eq!(names, [vec![name.clone()], vec![], vec![name]]);
 
         // Repeated, it returns the same; another checkpoint or pod of that name does not.
-        let again = restore(&mut daemon, saved.request("new")).await.unwrap();
+        let again = restore(&mut daemon, request_of(&saved, "new")).await.unwrap();
         assert_eq!(again, restored);
-        let mut other = saved.request("new");
+        let mut other = request_of(&saved, "new");
         other.config.as_mut().unwrap().hostname = "other".into();
         assert_eq!(restore(&mut daemon, other).await.unwrap_err().code(), Code::AlreadyExists);
         for id in &ids {
             daemon.start(id).await.unwrap();
         }
         // A second pod of the same checkpoint.
-        let second = restore(&mut daemon, saved.request("second")).await.unwrap();
+        let second = restore(&mut daemon, request_of(&saved, "second")).await.unwrap();
         assert_ne!(second.pod_sandbox_id, restored.pod_sandbox_id);
         for pod in [restored.pod_sandbox_id, second.pod_sandbox_id] {
             daemon.stop_pod(&pod).await.unwrap();
@@ -233,7 +138,7 @@ fn what_does_not_fit_is_refused_before_a_pod_exists() {
         let spawned = || world.script.steps().iter().filter(|step| **step == "spawn").count();
         let before = spawned();
         for (change, code, text) in changes {
-            let mut request = saved.request("new");
+            let mut request = request_of(&saved, "new");
             change(&mut request);
             let error = restore(&mut daemon, request).await.unwrap_err();
             assert!(error.code() == code && error.message().contains(text), "{error:?}, expected {text}");
@@ -251,14 +156,14 @@ fn a_failure_removes_everything() {
     world.run(async {
         for step in ["netns", "spawn", "setup", "configure", "join", "create"] {
             world.script.fail_named(step, 1);
-            let error = restore(&mut daemon, saved.request("new")).await.unwrap_err();
+            let error = restore(&mut daemon, request_of(&saved, "new")).await.unwrap_err();
             assert!(error.message().contains(step), "{step}: {error}");
             assert!(daemon.pods().await.is_empty(), "{step}");
             world.script.calm();
         }
         // A volume that is no longer in memory is found when its container is prepared.
         umount(&saved.volume("new")).unwrap();
-        let error = restore(&mut daemon, saved.request("new")).await.unwrap_err();
+        let error = restore(&mut daemon, request_of(&saved, "new")).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition);
         assert!(error.message().contains("/cache is not in the checkpoint"), "{error}");
         assert!(daemon.pods().await.is_empty());
@@ -272,14 +177,14 @@ fn the_failure_of_a_later_container_removes_the_earlier_ones() {
     let world = &saved.world;
     world.run(async {
         let before = world.script.steps().len();
-        let restored = restore(&mut daemon, saved.request("new")).await.unwrap();
+        let restored = restore(&mut daemon, request_of(&saved, "new")).await.unwrap();
         let steps = world.script.steps().split_off(before);
         let second = steps.iter().enumerate().filter(|(_, step)| **step == "create").nth(1).unwrap().0 + 1;
         daemon.stop_pod(&restored.pod_sandbox_id).await.unwrap();
         daemon.remove_pod(&restored.pod_sandbox_id).await.unwrap();
         let before = world.script.steps().len();
         world.script.fail_at(second);
-        let error = restore(&mut daemon, saved.request("new")).await.unwrap_err();
+        let error = restore(&mut daemon, request_of(&saved, "new")).await.unwrap_err();
         assert!(error.message().contains("create"), "{error}");
         let steps = world.script.steps().split_off(before);
         assert_eq!(steps.iter().filter(|step| **step == "create").count(), 2, "{steps:?}");
@@ -297,7 +202,7 @@ fn no_container_starts_before_all_are_created() {
         world.script.hang_at("create");
         let before = world.script.steps().len();
         let mut other = daemon.cri.clone();
-        let restoring = restore(&mut daemon, saved.request("new"));
+        let restoring = restore(&mut daemon, request_of(&saved, "new"));
         let starting = async {
             while !world.script.steps().split_off(before).contains(&"create") {
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -331,7 +236,7 @@ fn a_limit_that_is_too_short_starts_no_pod() {
     for _ in 0..8 {
         // Shorter than the time that is kept for the removal.
         let limit = Duration::from_millis(180);
-        let error = world.run(restore_within(&mut daemon, saved.request("new"), limit)).unwrap_err();
+        let error = world.run(restore_within(&mut daemon, request_of(&saved, "new"), limit)).unwrap_err();
         assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
     }
     assert_eq!(world.script.steps().split_off(before), Vec::<&str>::new());
@@ -344,14 +249,15 @@ fn a_deadline_and_a_vanished_caller_remove_everything() {
     let world = &saved.world;
     for step in ["configure", "create"] {
         world.script.hang_at(step);
-        let error = world.run(restore_within(&mut daemon, saved.request("new"), Duration::from_secs(3))).unwrap_err();
+        let error =
+            world.run(restore_within(&mut daemon, request_of(&saved, "new"), Duration::from_secs(3))).unwrap_err();
         assert_eq!(error.code(), Code::DeadlineExceeded, "{step}: {error}");
         world.script.release();
         world.eventually("no pod", || world.pods.alive().is_empty());
 
         world.script.hang_at(step);
         world.run(async {
-            let restoring = restore(&mut daemon, saved.request("gone"));
+            let restoring = restore(&mut daemon, request_of(&saved, "gone"));
             assert!(tokio::time::timeout(Duration::from_secs(2), restoring).await.is_err());
         });
         world.script.release();
@@ -373,10 +279,10 @@ fn a_deadline_and_a_vanished_caller_remove_everything() {
 fn a_half_restored_pod_ends_with_its_daemon_and_a_whole_one_does_not() {
     let (saved, mut daemon) = Saved::new();
     let world = &saved.world;
-    let whole = world.run(restore(&mut daemon, saved.request("whole"))).unwrap();
+    let whole = world.run(restore(&mut daemon, request_of(&saved, "whole"))).unwrap();
     world.script.hang_at("create");
     world.run(async {
-        let restoring = restore(&mut daemon, saved.request("half"));
+        let restoring = restore(&mut daemon, request_of(&saved, "half"));
         assert!(tokio::time::timeout(Duration::from_millis(500), restoring).await.is_err());
     });
     assert_eq!(world.pods.alive().len(), 2);
@@ -391,7 +297,7 @@ fn a_half_restored_pod_ends_with_its_daemon_and_a_whole_one_does_not() {
             assert_eq!(status.state(), cri::ContainerState::ContainerCreated);
             daemon.start(&container.container_id).await.unwrap();
         }
-        assert_eq!(restore(&mut daemon, saved.request("whole")).await.unwrap(), whole);
+        assert_eq!(restore(&mut daemon, request_of(&saved, "whole")).await.unwrap(), whole);
         daemon.stop_pod(&whole.pod_sandbox_id).await.unwrap();
         daemon.remove_pod(&whole.pod_sandbox_id).await.unwrap();
     });

@@ -7,7 +7,6 @@
 use crate::container::{ContainerConfig, ContainerImage};
 use crate::digest::{Digest, ImageId};
 use crate::pod::PodConfig;
-use crate::record::ContainerRecord;
 use crate::resources::{PodResources, Resources};
 use crate::security::ContainerUser;
 use nacelle_base::json::{MAX_VALUES, count_values};
@@ -156,24 +155,6 @@ impl SavedVolume {
     }
 }
 
-impl SavedContainer {
-    /// Returns what is saved of a container with these volumes in the VM.
-    pub fn new(record: &ContainerRecord, guest_volumes: Vec<SavedVolume>) -> SavedContainer {
-        SavedContainer {
-            guest_volumes,
-            id: record.id.clone(),
-            config: Arc::clone(&record.config),
-            resources: record.resources.clone(),
-            image: record.image.clone(),
-            volumes: record.volumes.clone(),
-            user: record.user.clone(),
-            stop_signal: record.stop_signal,
-            created_at: record.created_at,
-            started_at: record.started_at,
-        }
-    }
-}
-
 /// The range of the image disk that has an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -300,7 +281,7 @@ mod tests {
                 kernel_release: pod.kernel_release,
                 kernel_args: vec!["quiet".into()],
             },
-            containers: vec![SavedContainer::new(&container(2, 1), vec![volume])],
+            containers: vec![container(2, 1).saved(vec![volume])],
             other_containers: vec![ContainerId::from_bytes([3; 32])],
             images: vec![SavedImagePlacement {
                 image: Digest([7; 32]),

@@ -66,6 +66,9 @@ pub struct PodConfig {
     /// The container paths of mounts that are socket volumes: absolute, without `..` and needless slashes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub socket_mounts: Vec<String>,
+    /// The name of the checkpoint from which the pod continues, in the directory of its namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<String>,
     /// Containers may be privileged (in the guest).
     pub privileged: bool,
     /// Memory limit of all containers together in bytes, if there is one.

@@ -3,8 +3,9 @@
 //! A new field needs a default. A change that an older record cannot express gets a new version. Golden files in `tests/golden` hold
 //! the current versions. A record of another version is refused: a node is drained before an update that changes one.
 
+use crate::checkpoint::{SavedContainer, SavedVolume};
 use crate::container::{ContainerConfig, ContainerImage};
-use crate::digest::ImageId;
+use crate::digest::{Digest, ImageId};
 use crate::pod::PodConfig;
 use crate::process::PodProcess;
 use crate::resources::{PodResources, Resources, VmResources};
@@ -89,8 +90,22 @@ pub struct RestoredFrom {
     pub containers: BTreeSet<ContainerId>,
     /// The names that the volumes of the node have in the guest, by what identifies the volume on the node.
     pub volumes: BTreeMap<String, String>,
-    /// All containers were created: the pod is no longer removed if the daemon ends.
+    /// No request waits for all of the containers: the pod is no longer removed if the daemon ends.
     pub is_complete: bool,
+    /// The containers that have not continued yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waiting: Vec<WaitingContainer>,
+}
+
+/// A container of a checkpoint that is frozen in the VM of the pod. It continues as the first container of its name that is created.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitingContainer {
+    /// Its id in this pod.
+    pub id: ContainerId,
+    /// The container as it was saved.
+    pub saved: SavedContainer,
+    /// How its images were laid out on the image disk; `None` if that is not known.
+    pub layouts: Vec<(ImageId, Option<Digest>)>,
 }
 
 /// The record of a container. Times are nanoseconds since 1970; 0 if the event has not happened.
@@ -152,6 +167,22 @@ impl ContainerRecord {
     /// Returns the current limits.
     pub fn resources(&self) -> &Resources {
         self.resources.as_ref().unwrap_or(&self.config.resources)
+    }
+
+    /// Returns what a checkpoint has of the container, with these volumes in its VM.
+    pub fn saved(&self, guest_volumes: Vec<SavedVolume>) -> SavedContainer {
+        SavedContainer {
+            guest_volumes,
+            id: self.id.clone(),
+            config: Arc::clone(&self.config),
+            resources: self.resources.clone(),
+            image: self.image.clone(),
+            volumes: self.volumes.clone(),
+            user: self.user.clone(),
+            stop_signal: self.stop_signal,
+            created_at: self.created_at,
+            started_at: self.started_at,
+        }
     }
 
     /// Returns whether a client can know the id.

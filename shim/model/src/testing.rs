@@ -32,6 +32,7 @@ pub fn pod(n: u8) -> PodRecord {
             kind: PodKind::default(),
             user_namespace: None,
             empty_dirs: None,
+            checkpoint: None,
             socket_mounts: Vec::new(),
             privileged: false,
             memory_limit: Some(1 << 28),

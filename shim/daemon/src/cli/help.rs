@@ -12,6 +12,13 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         "check",
         &["nacelle check", "nacelle check -o json", "nacelle check --jail 3f2a91c0d4e5", "nacelle check --overhead"],
     ),
+    ("checkpoint", &["nacelle checkpoint create 3f2a91c0d4e5 warm", "nacelle checkpoint ls"]),
+    (
+        "checkpoint create",
+        &["nacelle checkpoint create 3f2a91c0d4e5 warm", "nacelle checkpoint create 3f2a91c0d4e5 warm --limit 60"],
+    ),
+    ("checkpoint ls", &["nacelle checkpoint ls", "nacelle checkpoint ls --namespace default -o json"]),
+    ("checkpoint rm", &["nacelle checkpoint rm warm", "nacelle checkpoint rm warm cold --namespace shop"]),
     ("config", &["nacelle config default", "nacelle config check"]),
     ("config default", &["nacelle config default"]),
     ("config check", &["nacelle config check", "nacelle config check /tmp/config.toml -o json"]),
@@ -157,6 +164,7 @@ pub(super) mod tests {
     /// The commands that print no data: they act, run until they are interrupted, or write a document or a stream.
     const WITHOUT_FORMAT: &[&str] = &[
         "serve",
+        "checkpoint rm",
         "config default",
         "debug bundle",
         "image rm",

@@ -2,6 +2,7 @@
 //! their options, exit codes, fields of JSON, and metrics. docs/reference/interfaces.txt lists those of the release;
 //! docs/contributor/versioning.md says how a release writes it.
 
+use super::checkpoint::CheckpointView;
 use super::exit::ExitStatus;
 use super::finding::CheckReport;
 use super::help::{command, tests as commands};
@@ -27,6 +28,8 @@ fn results() -> BTreeMap<&'static str, Schema> {
     BTreeMap::from([
         ("check", schema_for!(CheckReport)),
         ("check --overhead", schema_for!(super::overhead::OverheadReport)),
+        ("checkpoint create", schema_for!(CheckpointView)),
+        ("checkpoint ls", schema_for!(Vec<CheckpointView>)),
         ("config check", schema_for!(super::config::ConfigReport)),
         ("image load", schema_for!(Vec<LoadedView>)),
         ("image ls", schema_for!(Vec<ImageView>)),

@@ -6,6 +6,7 @@
 mod admission;
 mod bundle;
 mod check;
+mod checkpoint;
 mod completion;
 mod config;
 mod daemon;
@@ -72,6 +73,13 @@ enum Command {
         /// Reports the rights of this running pod's process; fails if it has more than its jail leaves.
         #[arg(long, value_name = "POD", conflicts_with = "overhead")]
         jail: Option<String>,
+    },
+    /// Saves running pods, and lists and removes what was saved, from which other pods can continue.
+    Checkpoint {
+        #[command(flatten)]
+        config: ConfigArgument,
+        #[command(subcommand)]
+        command: checkpoint::CheckpointCommand,
     },
     /// Prints the default configuration, or checks a configuration file.
     Config {
@@ -211,6 +219,7 @@ fn execute(cli: Cli) -> anyhow::Result<ExitStatus> {
                 None => check::check(config, output),
             }
         }
+        Command::Checkpoint { config, command } => checkpoint::run(&config.load()?, command),
         Command::Config { command } => config::run(command),
         Command::Debug { config, command: bundle::DebugCommand::Bundle { output } } => bundle::run(&config, output),
         Command::Image { config, command } => image::run(config.load()?, command),

@@ -168,6 +168,11 @@ impl PathSettings {
         self.run.join("templates")
     }
 
+    /// Returns the directory of the checkpoints that pods can name, which has a directory for each namespace.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
     /// Returns the directory of the persistent VMs.
     pub fn machines(&self) -> PathBuf {
         self.root.join("machines")

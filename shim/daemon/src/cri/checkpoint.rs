@@ -2,10 +2,11 @@
 
 use super::Cri;
 use super::container::RequestedContainer;
+use super::convert::FROM_CHECKPOINT;
 use super::sandbox::required;
 use super::status::{refuse, status};
 use crate::deadline::CallerLimit;
-use crate::lifecycle::{CheckpointOrder, ContainerToRestore, RestoreOrder};
+use crate::lifecycle::{CheckpointOrder, ContainerToRestore, PodToRestore, RestoreOrder};
 use nacelle_base::{ContainerId, FailureKind};
 use nacelle_proto::cri;
 use std::collections::HashMap;
@@ -38,6 +39,11 @@ impl Cri {
         let checkpoint = checkpoint_directory("checkpoint_path", &checkpoint_path)?.to_owned();
         refuse_options(&options)?;
         let (config, handler, engine) = self.requested_pod(config.as_ref(), &runtime_handler).await?;
+        if config.checkpoint.is_some() {
+            let message =
+                format!("config.annotations has {FROM_CHECKPOINT:?}, and checkpoint_path names a checkpoint, too");
+            return Err(refuse(FailureKind::Invalid, &message));
+        }
         let mut containers = Vec::with_capacity(container_configs.len());
         for asked in container_configs {
             let RequestedContainer { config, image, volumes } =
@@ -48,7 +54,8 @@ impl Cri {
             }
             containers.push(ContainerToRestore { config, image, volumes });
         }
-        let order = RestoreOrder { checkpoint, config, handler, engine, containers, limit };
+        let pod = PodToRestore { checkpoint, config, handler, engine };
+        let order = RestoreOrder { pod, containers, limit };
         let restored = self.node.restore_pod(order).await.map_err(status)?;
         let container =
             |(name, id): (String, ContainerId)| cri::RestoredContainer { name, container_id: id.to_string() };

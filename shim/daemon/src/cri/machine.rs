@@ -2,7 +2,7 @@
 //! they make the pod a machine pod, or shape the VM of its containers. Fields that this version does not support are rejected by
 //! name.
 
-use super::convert::{EMPTY_DIR_LIMITS, SOCKETS, shape};
+use super::convert::{EMPTY_DIR_LIMITS, FROM_CHECKPOINT, SOCKETS, shape};
 use super::status::{refuse, status};
 use crate::config::{Config, Handler};
 use nacelle_base::FailureKind;
@@ -21,8 +21,8 @@ use tonic::Status;
 
 /// The largest error text in bytes: gRPC sends it in a header of limited size.
 const MAX_MESSAGE: usize = 3500;
-/// Annotations that other modules implement; see docs/contributor/volumes.md.
-const OTHER_MODULES: [&str; 2] = [EMPTY_DIR_LIMITS, SOCKETS];
+/// Annotations that other modules implement; see docs/contributor/volumes.md and docs/user/checkpoints.md.
+const OTHER_MODULES: [&str; 3] = [EMPTY_DIR_LIMITS, FROM_CHECKPOINT, SOCKETS];
 
 /// The request in a pod's annotations.
 #[derive(Debug)]
@@ -60,8 +60,10 @@ pub(super) fn vm_request(
     if ours.is_empty() {
         return Ok(None);
     }
-    // No setting of the VM, but rejected in a machine pod.
-    ours.extend(annotations.get(SOCKETS).map(|paths| (SOCKETS.to_owned(), paths.clone())));
+    // No settings of the VM, but rejected in a machine pod.
+    for key in [FROM_CHECKPOINT, SOCKETS] {
+        ours.extend(annotations.get(key).map(|value| (key.to_owned(), value.clone())));
+    }
     let admitted = admit::pod(&ours, &Catalogue::default()).map_err(|causes| {
         refuse(FailureKind::Invalid, &format!("config.annotations: {}", causes.brief(MAX_MESSAGE)))
     })?;
@@ -127,7 +129,10 @@ mod tests {
 
     #[test]
     fn other_annotations_are_nobodys_business() {
-        assert_eq!(rejection(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi"), (SOCKETS, "/a")]), None);
+        assert_eq!(
+            rejection(&[("example.com/a", "b"), (EMPTY_DIR_LIMITS, "a=1Gi"), (FROM_CHECKPOINT, "a"), (SOCKETS, "/a")]),
+            None
+        );
     }
 
     #[test]

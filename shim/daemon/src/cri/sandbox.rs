@@ -1,7 +1,9 @@
 //! Implements the pod RPCs: converts the request, calls the lifecycle, converts the result.
 
 use super::Cri;
-use super::convert::{empty_dirs, pod_config, pod_label, pod_resources_change, report, socket_mounts, stats};
+use super::convert::{
+    checkpoint, empty_dirs, pod_config, pod_label, pod_resources_change, report, socket_mounts, stats,
+};
 use super::machine;
 use super::status::{refuse, status};
 use nacelle_base::machine::EngineKind;
@@ -70,6 +72,7 @@ impl Cri {
         }
         pod.empty_dirs = empty_dirs(&pod, handler).map_err(status)?;
         pod.socket_mounts = socket_mounts(&pod).map_err(status)?;
+        pod.checkpoint = checkpoint(&pod).map_err(status)?;
         Ok((pod, name.to_owned(), engine))
     }
 

@@ -27,4 +27,6 @@ pub use context::{NodeServices, unix_nanos};
 pub use node::Node;
 pub use node::recover;
 pub(crate) use node::running::Running;
-pub use restore::{ContainerToRestore, Incompatibility, PodRestoreError, RestoreOrder, RestoredPod};
+pub use restore::{
+    ContainerToRestore, Incompatibility, PodRestoreError, PodToRestore, RestoreOrder, RestoredPod, read_checkpoint,
+};

@@ -7,6 +7,7 @@
 pub mod checkpoints;
 pub mod image;
 pub mod pods;
+pub mod saved;
 
 use nacelle_base::PodId;
 use nacelle_base::machine::{EngineKind, MemoryPages};
@@ -273,7 +274,7 @@ impl World {
         config.jail.user_count = self.user_count;
         config.network.gc_interval = self.gc_interval;
         config.metrics.address.clone_from(&self.metrics);
-        let allowed_annotations = vec!["vm.nacelle.dev/cpus".into()];
+        let allowed_annotations = vec!["vm.nacelle.dev/cpus".into(), "vm.nacelle.dev/from-checkpoint".into()];
         let handler = Handler { allowed_annotations, max_vcpus: Some(4), ..Handler::default() };
         let huge = Handler { memory_pages: MemoryPages::Hugetlb, memory_mib: 16 << 20, ..Handler::default() };
         let names = ["kernel-image", "kernel", "initrd", "cpus", "cpu-pinning"];

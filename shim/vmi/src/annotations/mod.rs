@@ -1,6 +1,7 @@
 //! Defines the annotations `vm.nacelle.dev/...` and their meaning, and merges them with the document among them into one
 //! specification. Any client that may create a pod can set them, so they are bounded, and each is either understood or rejected.
 
+pub mod checkpoint;
 mod disks;
 pub mod empty_dirs;
 pub mod machine_id;
@@ -61,6 +62,10 @@ pub const ALL: &[(&str, &str)] = &[
         "sockets",
         "paths of mounts whose UNIX sockets connect to the node (docs/user/volumes.md#sockets-of-the-node); not a setting of the VM",
     ),
+    (
+        "from-checkpoint",
+        "the checkpoint from which the pod's containers continue (docs/user/checkpoints.md#by-an-annotation); not a setting of the VM",
+    ),
 ];
 
 /// The settings outside of the specification.
@@ -114,6 +119,9 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, PodSettings, C
     if let Some(text) = annotations.get("sockets").filter(|text| sockets::paths(text).is_none()) {
         causes.invalid(Rule("sockets"), field("sockets"), text, sockets::RULE);
     }
+    if let Some(text) = annotations.get("from-checkpoint").filter(|text| !checkpoint::is_name(text)) {
+        causes.invalid(Rule("from-checkpoint"), field("from-checkpoint"), text, checkpoint::RULE);
+    }
     let document = document(annotations, &mut causes);
     let readable = document.is_some();
     let mut tree = document.unwrap_or_default();
@@ -121,6 +129,11 @@ pub fn read(annotations: &BTreeMap<&str, &str>) -> (Option<Tree>, PodSettings, C
     if settings.kind == Some(SpecKind::Machine) && annotations.contains_key("sockets") {
         let message = "is for pods whose containers run in a VM: a machine pod has no containers that mount volumes";
         causes.forbidden(Rule("sockets-machine"), field("sockets"), message);
+    }
+    if settings.kind == Some(SpecKind::Machine) && annotations.contains_key("from-checkpoint") {
+        let message =
+            "is for pods whose containers run in a VM: a machine pod starts from a snapshot (nacelle vm restore)";
+        causes.forbidden(Rule("from-checkpoint-machine"), field("from-checkpoint"), message);
     }
     (readable.then_some(tree), settings, causes)
 }

@@ -7,6 +7,7 @@ use nacelle_e2e::node::Netns;
 use nacelle_e2e::run::{ProgramOutput, run, run_with_input};
 use nacelle_e2e::{TestNode, path_from_env};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -164,6 +165,40 @@ impl TestCluster {
         });
         let path = format!("/api/v1/namespaces/default/pods/{name}/binding");
         run_with_input(&mut self.command(&["create", "--raw", &path, "-f", "-"]), binding.to_string().as_bytes())
+    }
+}
+
+/// Replica sets whose pods have the label `app` with the name of the set.
+impl TestCluster {
+    /// Returns the names of the live pods of a set.
+    pub fn members(&self, set: &str) -> BTreeSet<String> {
+        let path = format!("/api/v1/namespaces/default/pods?labelSelector=app%3D{set}");
+        let pods = self.object(&path).unwrap_or_default();
+        let living =
+            pods["items"].as_array().into_iter().flatten().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+        living.filter_map(|pod| pod["metadata"]["name"].as_str().map(str::to_owned)).collect()
+    }
+
+    /// Binds the pods of a set in place of a scheduler until the set has this number of them, all Ready, and returns their names.
+    #[track_caller]
+    pub fn wait_for_members(&self, set: &str, wanted: u64) -> BTreeSet<String> {
+        wait_for(&format!("{wanted} pods of {set} are Ready"), || {
+            for name in self.members(set) {
+                self.bind_pod(&name);
+            }
+            let object = self.object(&format!("/apis/apps/v1/namespaces/default/replicasets/{set}"))?;
+            let (found, status) = (self.members(set), &object["status"]);
+            (status["readyReplicas"] == wanted && status["replicas"] == wanted && found.len() as u64 == wanted)
+                .then_some(found)
+        })
+    }
+
+    /// Removes the pods of a set, and the set.
+    #[track_caller]
+    pub fn delete_set(&self, set: &str) {
+        self.kubectl(&["scale", "replicaset", set, "--replicas=0"]).ok();
+        wait_for("all are gone", || self.members(set).is_empty().then_some(()));
+        self.kubectl(&["delete", "replicaset", set]).ok();
     }
 }
 

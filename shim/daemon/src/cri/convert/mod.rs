@@ -2,6 +2,7 @@
 //! Besides the services that call these functions, no module of the daemon uses a CRI type.
 
 mod apparmor;
+mod checkpoint;
 mod container;
 mod device;
 mod empty_dirs;
@@ -17,6 +18,7 @@ mod users;
 mod volume;
 
 pub use apparmor::requested_apparmor;
+pub use checkpoint::{FROM_CHECKPOINT, checkpoint};
 pub use container::{NodeParts, container_config, seccomp_profile};
 pub use device::{apply_cdi_edits, cdi_names};
 pub use empty_dirs::{LIMITS as EMPTY_DIR_LIMITS, empty_dirs};

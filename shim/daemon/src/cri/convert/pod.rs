@@ -75,6 +75,7 @@ pub fn pod_config(
         kind,
         user_namespace,
         empty_dirs: None,
+        checkpoint: None,
         socket_mounts: Vec::new(),
         privileged: security.privileged,
         memory_limit: positive(resources.containers.memory_limit),

@@ -5,7 +5,7 @@ use crate::lifecycle::container::remove::RemoveFailure;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::pod::boot::BootedPod;
 use crate::lifecycle::pod::teardown::TornDown;
-use crate::lifecycle::restore::PodBase;
+use crate::lifecycle::restore::{Continuation, PodBase};
 use crate::metrics::labels::VmEndCause;
 use crate::traces::RequestSpan;
 use nacelle_base::machine::EngineKind;
@@ -33,8 +33,8 @@ pub(crate) enum Message {
     /// All containers of a restored pod were created.
     CompleteRestore(Answer<()>),
     Create {
-        /// The id of a container that continues from the checkpoint of its pod; `None` for a new one.
-        restored: Option<ContainerId>,
+        /// How the container continues from the checkpoint of its pod; `None` for a new one.
+        continuation: Option<Continuation>,
         config: Box<ContainerConfig>,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,

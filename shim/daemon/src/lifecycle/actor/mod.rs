@@ -272,8 +272,8 @@ impl Actor {
             Message::Report(state) => self.report(state).await,
             Message::Lost => self.lost(),
             Message::Gone(last, cause) => self.gone(last, cause).await,
-            Message::Create { restored, config, image, volumes, span, answer } => {
-                self.create(restored, *config, image, volumes, span, answer).await
+            Message::Create { continuation, config, image, volumes, span, answer } => {
+                self.create(continuation, *config, image, volumes, span, answer).await
             }
             Message::CompleteRestore(answer) => self.complete_restore(answer).await,
             Message::Start(id, span, answer) => self.start(id, span, answer).await,

@@ -130,7 +130,7 @@ impl SavedPod<'_> {
             let saved = saved.filter(SavedVolume::is_valid);
             volumes.push(saved.ok_or_else(|| invalid(format!("no name of the volume at {path} in the guest")))?);
         }
-        Ok(SavedContainer::new(record, volumes))
+        Ok(record.saved(volumes))
     }
 
     fn undrained(&self) -> Result<Vec<ContainerId>, CheckpointError> {

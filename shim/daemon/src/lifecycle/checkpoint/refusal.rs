@@ -23,6 +23,12 @@ pub enum CheckpointRefusal {
     /// The pod has a user namespace.
     #[error("it has a user namespace")]
     UserNamespace,
+    /// A container of the checkpoint from which the pod continues is still frozen.
+    #[error("its container {name:?} has not continued from the checkpoint of the pod")]
+    Waiting {
+        /// The container's name.
+        name: String,
+    },
     /// A container runs that is not to be saved.
     #[error("container {id} runs and is not in container_ids; all running containers are saved together")]
     NotSelected {

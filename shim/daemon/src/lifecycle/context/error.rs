@@ -31,6 +31,12 @@ pub enum LifecycleError {
         /// The path in the container.
         path: String,
     },
+    /// A container of a checkpoint was created with another attempt number meanwhile.
+    #[error("container {name:?} has continued from the checkpoint already; try again to create a new one")]
+    Continued {
+        /// The container's name.
+        name: String,
+    },
     /// The pod, container or image does not exist.
     #[error("{what} {id} does not exist")]
     NotFound {
@@ -510,7 +516,7 @@ impl Classify for StepError {
 impl Classify for LifecycleError {
     fn kind(&self) -> FailureKind {
         match self {
-            LifecycleError::NotInCheckpoint { .. } => FailureKind::Conflict,
+            LifecycleError::NotInCheckpoint { .. } | LifecycleError::Continued { .. } => FailureKind::Conflict,
             LifecycleError::NotFound { .. } => FailureKind::NotFound,
             LifecycleError::Ambiguous { .. }
             | LifecycleError::NotPrivileged { .. }

@@ -33,6 +33,10 @@ impl Node {
     /// Returns the containers of this pod that are named: these must be exactly those that run. The pod process, which knows of each exit
     /// first, checks that again while the containers are frozen.
     fn select_containers(&self, pod: &View, named: &[String]) -> Result<BTreeSet<ContainerId>, CheckpointError> {
+        if let Some(waiting) = pod.pod.restored.as_ref().and_then(|restored| restored.waiting.first()) {
+            let why = CheckpointRefusal::Waiting { name: waiting.saved.config.name.clone() };
+            return Err(CheckpointError::Refused { pod: pod.pod.id.clone(), why });
+        }
         let mut selected = BTreeSet::new();
         for name in named {
             let (id, _, view) = self.table.find_container(name)?;

@@ -18,7 +18,7 @@ use super::container;
 use super::context::error::{LifecycleError, at};
 use super::context::view::View;
 use super::context::{NodeServices, new_id, unix_nanos};
-use super::restore::PodBase;
+use super::restore::{self as restoring, ContainerToRestore, PodBase, PodRestoreError, PodToRestore};
 use crate::traces::{RequestSpan, TracedWork};
 use ipnet::IpNet;
 use nacelle_base::machine::EngineKind;
@@ -99,16 +99,25 @@ impl Node {
         images
     }
 
-    /// Creates a pod and waits until it is ready. A repeated request for a pod that boots or is ready returns the same pod.
+    /// Creates a pod and waits until it is ready. A repeated request for a pod that boots or is ready returns the same pod. The containers
+    /// of the checkpoint that the pod names continue when they are created.
     pub async fn run_pod(
         &self,
         config: PodConfig,
         handler: String,
         engine: EngineKind,
-    ) -> Result<PodId, LifecycleError> {
+    ) -> Result<PodId, PodRestoreError> {
         let (answer, ready) = oneshot::channel();
+        let base = match &config.checkpoint {
+            Some(name) => {
+                let checkpoint = self.services.config.paths.checkpoints().join(&config.name.namespace).join(name);
+                let (config, handler) = (config.clone(), handler.clone());
+                self.find_base(PodToRestore { checkpoint, config, handler, engine }).await?
+            }
+            None => None,
+        };
         let has_user = self.can_have_user(&config, engine).await?;
-        let (id, known) = self.place(NewPodRequest { config, handler, engine, has_user, base: None }, answer)?;
+        let (id, known) = self.place(NewPodRequest { config, handler, engine, has_user, base }, answer)?;
         if let Some((inbox, answer)) = known {
             let sent = inbox.send(Message::WaitReady(answer)).await;
             sent.map_err(|_closed| self.table.explain(&id, LifecycleError::Ended))?;
@@ -148,11 +157,16 @@ impl Node {
             let handle = rows.pods.get(id).ok_or_else(taken)?;
             let view = Arc::clone(&handle.view.borrow());
             let alive = matches!(view.pod.state, state::PodState::Booting | state::PodState::Ready);
-            // A restore creates its containers itself, so that two of the same name exclude each other.
-            if !alive || *view.pod.config != config || base.is_some() || view.pod.restored.is_some() {
+            // RestorePod creates the containers itself, so that two of the same name exclude each other.
+            let is_exclusive = config.checkpoint.is_none() && (base.is_some() || view.pod.restored.is_some());
+            if !alive || *view.pod.config != config || is_exclusive {
                 return Err(taken());
             }
             return Ok((id.clone(), Some((handle.inbox.clone(), answer))));
+        }
+        // The pod that had this name a moment ago is gone.
+        if config.checkpoint.is_some() && base.is_none() {
+            return Err(LifecycleError::Ended);
         }
         if let Some(vm) = config.kind.persistent_vm() {
             let views = rows.pods.values().map(|handle| Arc::clone(&handle.view.borrow()));
@@ -227,18 +241,28 @@ impl Node {
         }
     }
 
-    /// Creates a container from an image in the store; `volumes` are the images of its volumes, in their order.
+    /// Creates a container from an image in the store; `volumes` are the images of its volumes, in their order. It continues if the pod
+    /// has a waiting container of its name.
     pub async fn create(
         &self,
         pod: &str,
         config: ContainerConfig,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
-    ) -> Result<ContainerId, LifecycleError> {
+    ) -> Result<ContainerId, PodRestoreError> {
         let (_, handle) = self.table.find(pod)?;
+        let view = Arc::clone(&handle.view.borrow());
+        let continuation = match view.pod.restored.as_ref().filter(|restored| !restored.waiting.is_empty()) {
+            Some(restored) => {
+                let (config, image, volumes) = (config.clone(), image.clone(), volumes.clone());
+                restoring::plan_container(&self.services, restored, ContainerToRestore { config, image, volumes })
+                    .await?
+            }
+            None => None,
+        };
         let (config, span) = (Box::new(config), RequestSpan::current());
-        let restored = None;
-        self.table.ask(&handle, |answer| Message::Create { restored, config, image, volumes, span, answer }).await
+        let create = |answer| Message::Create { continuation, config, image, volumes, span, answer };
+        Ok(self.table.ask(&handle, create).await?)
     }
 
     /// Starts a container. A running container counts as started.

@@ -14,7 +14,7 @@ use crate::metrics::EventCounters;
 use crate::metrics::labels::{ExitReason, RecoveryOutcome, VmEndCause};
 use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{Chain, PodId};
-use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::record::{ContainerRecord, PodRecord, RestoredFrom};
 use nacelle_model::state::{ContainerState, PodState};
 use nacelle_pod::client::{ClientError, PodClient};
 use nacelle_pod::protocol::{PodFeature, PodFeatureSet};
@@ -152,6 +152,10 @@ impl Node {
         let plan = match &pod.restored {
             // No client received the ids: its containers, of which some may not be there, must not run.
             Some(restored) if !restored.is_complete => Plan::Discard,
+            // What of the container has continued is not known, and it must not start anew.
+            Some(restored) if pod.state == PodState::Ready && containers.iter().any(|it| continues(restored, it)) => {
+                Plan::Undo
+            }
             _ => plan(pod.state, pod.was_ready, found),
         };
         tracing::info!(pod = %pod.id, state = ?pod.state, ?found, ?plan, "found again");
@@ -244,6 +248,11 @@ impl Node {
         tokio::spawn(actor.run(Begin::Known(first.map(Box::new))));
         inbox
     }
+}
+
+/// Returns whether the daemon ended while this container continued from the checkpoint of its pod.
+fn continues(restored: &RestoredFrom, container: &ContainerRecord) -> bool {
+    container.state == ContainerState::Creating && restored.containers.contains(&container.id)
 }
 
 /// Marks a container as ended whose fate can no longer be learned.

@@ -1,10 +1,12 @@
-//! Restores a pod as a task that ends by itself: runs the pod, creates its containers, and removes everything if one of that fails.
+//! Restores a pod as a task that ends by itself: runs the pod, creates its containers, and removes everything if one of that fails. Finds
+//! what a pod continues from that names a checkpoint in RunPodSandbox.
 
 use super::{NewPodRequest, Node};
+use crate::config::Handler;
 use crate::lifecycle::actor::message::Message;
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::restore::{
-    self, ContainerToRestore, PlannedContainer, PodBase, PodRestoreError, RestoreOrder, RestoredPod,
+    self, ContainerToRestore, PlannedContainer, PodBase, PodRestoreError, PodToRestore, RestoreOrder, RestoredPod,
 };
 use crate::traces::RequestSpan;
 use nacelle_base::task::{TaskError, run_blocking_or_panic as blocking};
@@ -67,9 +69,7 @@ impl Node {
     async fn restore(&self, order: RestoreOrder, cancelled: CancellationToken) -> Result<RestoredPod, PodRestoreError> {
         let left = order.limit.saturating_duration_since(Instant::now());
         let end = order.limit.checked_sub((left / 10).clamp(MARGINS.0, MARGINS.1)).unwrap_or_else(Instant::now);
-        let missing = || LifecycleError::NotFound { what: "handler", id: order.handler.clone() };
-        let (_, handler) = self.services.config.handler(&order.handler).ok_or_else(missing)?;
-        let handler = handler.clone();
+        let handler = self.handler_of(&order.pod)?;
         let (order, planned) = blocking(move || {
             let planned = restore::plan(&order, &handler);
             (order, planned)
@@ -87,10 +87,10 @@ impl Node {
         }
         let began = Instant::now();
         let (answer, ready) = oneshot::channel();
-        let has_user = self.can_have_user(&order.config, order.engine).await?;
+        let has_user = self.can_have_user(&order.pod.config, order.pod.engine).await?;
         // The checks above may have taken all of the time.
         stop.check()?;
-        let RestoreOrder { config, handler, engine, checkpoint, .. } = order;
+        let PodToRestore { checkpoint, config, handler, engine } = order.pod;
         let base = Some(Box::new(base));
         let (id, _) = self.place(NewPodRequest { config, handler, engine, has_user, base }, answer)?;
         let outcome = tokio::select! {
@@ -112,15 +112,30 @@ impl Node {
         }
     }
 
+    /// Returns what a pod continues from that names a checkpoint; `None` if it exists already.
+    pub(super) async fn find_base(&self, pod: PodToRestore) -> Result<Option<Box<PodBase>>, PodRestoreError> {
+        if self.table.rows().names.contains_key(&pod.config.name) {
+            return Ok(None);
+        }
+        let handler = self.handler_of(&pod)?;
+        let planned = blocking(move || restore::plan_pod(&pod, &handler)).await?;
+        Ok(Some(Box::new(planned)))
+    }
+
+    fn handler_of(&self, pod: &PodToRestore) -> Result<Handler, LifecycleError> {
+        let missing = || LifecycleError::NotFound { what: "handler", id: pod.handler.clone() };
+        self.services.config.handler(&pod.handler).map(|(_, handler)| handler.clone()).ok_or_else(missing)
+    }
+
     /// Returns the pod of this name if it was restored from the same checkpoint by the same request.
     fn find_restored(&self, order: &RestoreOrder, base: &PodBase) -> Option<RestoredPod> {
         let views = self.table.views();
-        let view = views.iter().find(|view| view.pod.config.name == order.config.name)?;
+        let view = views.iter().find(|view| view.pod.config.name == order.pod.config.name)?;
         let restored = view.pod.restored.as_ref()?;
         let is_same = restored.is_complete
             && view.pod.state == PodState::Ready
             && restored.checkpoint == base.restored.checkpoint
-            && *view.pod.config == order.config;
+            && *view.pod.config == order.pod.config;
         if !is_same {
             return None;
         }
@@ -142,11 +157,11 @@ impl Node {
         ready.await.map_err(|_dropped| self.table.explain(id, LifecycleError::Ended))??;
         let (_, handle) = self.table.find(id.as_str())?;
         let mut created = Vec::with_capacity(containers.len());
-        for PlannedContainer { id, container } in containers {
+        for PlannedContainer { continuation, container } in containers {
             let ContainerToRestore { config, image, volumes } = container;
             let (name, config, span) = (config.name.clone(), Box::new(config), RequestSpan::current());
-            let restored = Some(id);
-            let create = |answer| Message::Create { restored, config, image, volumes, span, answer };
+            let continuation = Some(continuation);
+            let create = |answer| Message::Create { continuation, config, image, volumes, span, answer };
             created.push((name, self.table.ask(&handle, create).await?));
         }
         let is_created =

@@ -2,7 +2,7 @@
 //! annotations, paths on the node, network, and the environment of its containers, which processes that run already keep.
 
 use super::error::{Incompatibility, PodRestoreError};
-use super::{ContainerToRestore, RestoreOrder};
+use super::{ContainerToRestore, PodToRestore};
 use crate::config::Handler;
 use crate::lifecycle::pod::network::network;
 use crate::lifecycle::pod::size;
@@ -24,28 +24,29 @@ use std::path::PathBuf;
 const FLAGS: &str = "flags";
 
 /// Checks that the engine can continue a saved VM.
-pub(super) fn check_engine(order: &RestoreOrder, handler: &Handler) -> Result<(), Incompatibility> {
-    let is_transparent = size::memory_pages(&order.config, handler) == MemoryPages::Transparent;
-    match order.engine == EngineKind::Kvm && is_transparent {
+pub(super) fn check_engine(pod: &PodToRestore, handler: &Handler) -> Result<(), Incompatibility> {
+    let is_transparent = size::memory_pages(&pod.config, handler) == MemoryPages::Transparent;
+    match pod.engine == EngineKind::Kvm && is_transparent {
         true => Ok(()),
-        false => Err(Incompatibility::Engine { handler: order.handler.clone() }),
+        false => Err(Incompatibility::Engine { handler: pod.handler.clone() }),
     }
 }
 
 /// Checks the pod and the node.
 pub(super) fn check(
     manifest: &CheckpointManifest,
-    order: &RestoreOrder,
+    pod: &PodToRestore,
     handler: &Handler,
 ) -> Result<(), PodRestoreError> {
-    let config = &order.config;
-    equal("the handler", &manifest.handler, &order.handler)?;
+    let config = &pod.config;
+    equal("the handler", &manifest.handler, &pod.handler)?;
     let known = 1..=nacelle_engine::SNAPSHOT_VERSION;
     within("the version of the VM's state", manifest.vm.state_version.into(), known_range(&known))?;
     check_cpu(&manifest.vm.node_cpu, &node_cpu())?;
     check_vm(manifest, config, handler)?;
     let comparable = |config: &PodConfig| PodConfig {
-        name: order.config.name.clone(),
+        name: pod.config.name.clone(),
+        checkpoint: None,
         hostname: String::new(),
         log_directory: None,
         dns: None,
@@ -112,18 +113,24 @@ fn check_cpu(saved: &[String], here: &[String]) -> Result<(), Incompatibility> {
     Ok(())
 }
 
+/// Returns the containers of the checkpoint by their names.
+pub(super) fn by_name(manifest: &CheckpointManifest) -> Result<BTreeMap<&str, &SavedContainer>, Incompatibility> {
+    let mut containers = BTreeMap::new();
+    for saved in &manifest.containers {
+        let name = saved.config.name.as_str();
+        if containers.insert(name, saved).is_some() {
+            return Err(Incompatibility::SameName { name: name.to_owned() });
+        }
+    }
+    Ok(containers)
+}
+
 /// Pairs the containers of the request, in their order, with those of the checkpoint by their names.
 pub(super) fn pair<'a>(
     manifest: &'a CheckpointManifest,
     wanted: &'a [ContainerToRestore],
 ) -> Result<Vec<(&'a SavedContainer, &'a ContainerToRestore)>, PodRestoreError> {
-    let mut left = BTreeMap::new();
-    for saved in &manifest.containers {
-        let name = saved.config.name.as_str();
-        if left.insert(name, saved).is_some() {
-            return Err(Incompatibility::SameName { name: name.to_owned() }.into());
-        }
-    }
+    let mut left = by_name(manifest)?;
     let mut pairs: Vec<(&SavedContainer, &ContainerToRestore)> = Vec::with_capacity(wanted.len());
     for container in wanted {
         let name = &container.config.name;
@@ -141,7 +148,8 @@ pub(super) fn pair<'a>(
     }
 }
 
-fn check_container(saved: &SavedContainer, wanted: &ContainerToRestore) -> Result<(), Incompatibility> {
+/// Checks that a container fits the saved one.
+pub(super) fn check_container(saved: &SavedContainer, wanted: &ContainerToRestore) -> Result<(), Incompatibility> {
     let name = &wanted.config.name;
     equal(&format!("the image of container {name:?}"), &saved.image.id, &wanted.image.id)?;
     let ids = |images: &[nacelle_model::container::ContainerImage]| -> Vec<String> {
@@ -255,7 +263,7 @@ mod tests {
 
     #[test]
     fn the_first_setting_that_differs_is_named_and_the_rest_may_differ() {
-        let saved = SavedContainer::new(&container(2, 1), Vec::new());
+        let saved = container(2, 1).saved(Vec::new());
         let wanted = |change: Change| {
             let mut config = (*saved.config).clone();
             change(&mut config);

@@ -4,7 +4,7 @@ use super::error::Incompatibility;
 use nacelle_model::checkpoint::{CheckpointManifest, SavedContainer, SavedImagePlacement};
 use nacelle_model::digest::{Digest, ImageId};
 use nacelle_pod::spec::CheckpointImage;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
 /// The numbers of partitions.
@@ -17,13 +17,25 @@ pub(super) struct SavedImages {
     /// The part for the pod process.
     pub placed: Vec<CheckpointImage>,
     /// The layouts of those that the containers use.
-    pub layouts: Vec<(ImageId, Option<Digest>)>,
+    layouts: BTreeMap<ImageId, Option<Digest>>,
+}
+
+impl SavedImages {
+    /// Returns the images of a container with their layouts.
+    pub fn layouts_of(&self, container: &SavedContainer) -> Vec<(ImageId, Option<Digest>)> {
+        let used = ids_of(container);
+        used.into_iter().map(|id| (id, self.layouts.get(&id).copied().flatten())).collect()
+    }
+}
+
+/// Returns the images of a container and of its image volumes.
+fn ids_of(container: &SavedContainer) -> BTreeSet<ImageId> {
+    std::iter::once(&container.image).chain(&container.volumes).map(|image| image.id).collect()
 }
 
 /// Returns the images on the disk. Each has a place of its own, and those of the containers are among them.
 pub(super) fn images(manifest: &CheckpointManifest) -> Result<SavedImages, Incompatibility> {
-    let of = |saved: &'_ SavedContainer| [vec![saved.image.clone()], saved.volumes.clone()].concat();
-    let used: BTreeSet<ImageId> = manifest.containers.iter().flat_map(of).map(|image| image.id).collect();
+    let used: BTreeSet<ImageId> = manifest.containers.iter().flat_map(ids_of).collect();
     let refuse = |image: ImageId, why| Err(Incompatibility::ImagePlacement { image, why });
     let mut by_offset: Vec<&SavedImagePlacement> = manifest.images.iter().collect();
     by_offset.sort_by_key(|placed| placed.offset);
@@ -81,7 +93,8 @@ mod tests {
         };
         let found = images(&manifest()).unwrap();
         assert_eq!(found.placed.iter().map(|image| image.is_used).collect::<Vec<_>>(), [false, true]);
-        assert_eq!(found.layouts, [(manifest().containers[0].image.id, Some(Digest([1; 32])))]);
+        let container = &manifest().containers[0];
+        assert_eq!(found.layouts_of(container), [(container.image.id, Some(Digest([1; 32])))]);
 
         type Change = fn(&mut Vec<SavedImagePlacement>);
         let changes: [(Change, &str); 9] = [

@@ -1,5 +1,7 @@
-//! Restores pods from checkpoints (RestorePod). The checks before a pod exists are here: the files, the manifest, and whether the request
-//! fits what was saved. `node::restore` then runs the pod and creates its containers as other requests do.
+//! Restores pods from checkpoints: by RestorePod, which names all containers at once, or by RunPodSandbox with the name of a checkpoint,
+//! after which each container continues when it is created. The checks before a pod exists or a container continues are here: the files,
+//! the manifest, and whether the request fits what was saved. `node::restore` then runs the pod and creates its containers as other
+//! requests do.
 
 mod compare;
 mod error;
@@ -8,33 +10,43 @@ mod source;
 mod volumes;
 
 pub use error::{Incompatibility, PodRestoreError};
+pub use source::read as read_checkpoint;
 
 use super::context::error::at;
 use super::context::{NodeServices, new_id};
 use super::pod::size;
 use crate::config::Handler;
 use nacelle_base::machine::EngineKind;
+use nacelle_base::task::run_blocking_or_panic as blocking;
 use nacelle_base::{ContainerId, PodId};
+use nacelle_model::checkpoint::{CheckpointManifest, SavedContainer};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
-use nacelle_model::digest::{Digest, ImageId};
 use nacelle_model::pod::PodConfig;
-use nacelle_model::record::RestoredFrom;
+use nacelle_model::record::{RestoredFrom, WaitingContainer};
 use nacelle_model::resources::{PodResources, Resources, VmResources};
 use nacelle_pod::spec::{CheckpointBase, CheckpointedContainer, PodSpec};
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use tokio::time::Instant;
 
-/// A request to restore a pod.
+/// A new pod that continues from a checkpoint.
 #[derive(Clone, Debug)]
-pub struct RestoreOrder {
+pub struct PodToRestore {
     /// The absolute path of the directory with the checkpoint.
     pub checkpoint: PathBuf,
-    /// The new pod.
+    /// The pod as requested.
     pub config: PodConfig,
     /// The name of its handler.
     pub handler: String,
     /// Its engine.
     pub engine: EngineKind,
+}
+
+/// A request to restore a pod.
+#[derive(Clone, Debug)]
+pub struct RestoreOrder {
+    /// The new pod.
+    pub pod: PodToRestore,
     /// Its containers: those of the checkpoint.
     pub containers: Vec<ContainerToRestore>,
     /// The time at which the caller gives up.
@@ -72,20 +84,13 @@ pub(crate) struct PodBase {
     pub restored: RestoredFrom,
     /// The limits of the saved pod, if they changed after its request.
     pub resources: Option<PodResources>,
-    /// How the images of the containers are laid out.
-    layouts: Vec<(ImageId, Option<Digest>)>,
 }
 
 impl PodBase {
-    /// Checks that this node has the images as the guest has mounted them. Another version of Nacelle may lay the same image out otherwise.
+    /// Checks that this node has the images of all containers as the guest has mounted them.
     pub async fn check_images(&self, services: &NodeServices) -> Result<(), PodRestoreError> {
-        for (image, saved) in &self.layouts {
-            let here = services.images.layout(image).await.map_err(at("find the layout of an image"))?;
-            if *saved != Some(here) {
-                let saved = saved.map_or_else(|| "unknown".to_owned(), |saved| saved.to_string());
-                let what = format!("the layout of image {image}");
-                return Err(Incompatibility::Setting { what, saved, here: here.to_string() }.into());
-            }
+        for waiting in &self.restored.waiting {
+            check_images(services, waiting).await?;
         }
         Ok(())
     }
@@ -109,50 +114,127 @@ impl PodBase {
     }
 }
 
-/// A container that continues, with its id in the new pod.
-pub(crate) struct PlannedContainer {
+/// How a container continues that was checked against its checkpoint.
+#[derive(Clone, Debug)]
+pub(crate) struct Continuation {
+    /// The id of the container, under which it waits.
     pub id: ContainerId,
+    /// The names that the volumes of this container and of those before it have in the guest, as in [`RestoredFrom::volumes`].
+    pub volumes: BTreeMap<String, String>,
+}
+
+/// A container of a request to restore a pod.
+pub(crate) struct PlannedContainer {
+    pub continuation: Continuation,
     pub container: ContainerToRestore,
 }
 
-/// Checks a request against its checkpoint, and chooses the ids of the containers. Changes nothing. Blocks.
+/// Checks a request with all containers against its checkpoint, and chooses the ids of the containers. Changes nothing. Blocks.
 pub(crate) fn plan(
     order: &RestoreOrder,
     handler: &Handler,
 ) -> Result<(PodBase, Vec<PlannedContainer>), PodRestoreError> {
-    compare::check_engine(order, handler)?;
-    let manifest = source::read(&order.checkpoint)?;
-    compare::check(&manifest, order, handler)?;
+    let manifest = fitting_manifest(&order.pod, handler)?;
     let pairs = compare::pair(&manifest, &order.containers)?;
-    let planned: Vec<_> = pairs
+    let saved: Vec<_> = pairs.iter().map(|(saved, _)| *saved).collect();
+    let base = pod_base(&order.pod.checkpoint, &manifest, &saved, false)?;
+    let mut planned: Vec<PlannedContainer> = Vec::with_capacity(pairs.len());
+    for (waiting, (saved, container)) in base.restored.waiting.iter().zip(&pairs) {
+        let known = planned.last().map(|last| last.continuation.volumes.clone()).unwrap_or_default();
+        let continuation = Continuation { id: waiting.id.clone(), volumes: volumes::names(known, saved, container)? };
+        planned.push(PlannedContainer { continuation, container: (*container).clone() });
+    }
+    Ok((base, planned))
+}
+
+/// Checks a request for a pod whose containers are created later against its checkpoint, and chooses the ids of the containers. Changes
+/// nothing. Blocks.
+pub(crate) fn plan_pod(pod: &PodToRestore, handler: &Handler) -> Result<PodBase, PodRestoreError> {
+    // The one of the namespace, below that of all checkpoints.
+    let parents: Vec<&Path> = pod.checkpoint.ancestors().skip(1).take(2).collect();
+    source::check_parents(&parents)?;
+    let manifest = fitting_manifest(pod, handler)?;
+    let saved: Vec<_> = compare::by_name(&manifest)?.into_values().collect();
+    pod_base(&pod.checkpoint, &manifest, &saved, true)
+}
+
+/// Checks a new container against the waiting one of its name. `None` if none waits: it is a new one.
+pub(crate) async fn plan_container(
+    services: &NodeServices,
+    restored: &RestoredFrom,
+    container: ContainerToRestore,
+) -> Result<Option<Continuation>, PodRestoreError> {
+    let is_it = |waiting: &&WaitingContainer| waiting.saved.config.name == container.config.name;
+    let Some(waiting) = restored.waiting.iter().find(is_it).cloned() else { return Ok(None) };
+    check_images(services, &waiting).await?;
+    let known = restored.volumes.clone();
+    let planned = blocking(move || {
+        compare::check_container(&waiting.saved, &container)?;
+        let volumes = volumes::names(known, &waiting.saved, &container)?;
+        Ok(Some(Continuation { id: waiting.id, volumes }))
+    });
+    planned.await
+}
+
+/// Checks that this node has the images of a container as the guest has mounted them. Another version of Nacelle may lay the same image
+/// out otherwise.
+async fn check_images(services: &NodeServices, waiting: &WaitingContainer) -> Result<(), PodRestoreError> {
+    for (image, saved) in &waiting.layouts {
+        let here = services.images.layout(image).await.map_err(at("find the layout of an image"))?;
+        if *saved != Some(here) {
+            let saved = saved.map_or_else(|| "unknown".to_owned(), |saved| saved.to_string());
+            let what = format!("the layout of image {image}");
+            return Err(Incompatibility::Setting { what, saved, here: here.to_string() }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Reads the manifest of a checkpoint from which the pod can continue on this node.
+fn fitting_manifest(pod: &PodToRestore, handler: &Handler) -> Result<CheckpointManifest, PodRestoreError> {
+    compare::check_engine(pod, handler)?;
+    let manifest = source::read(&pod.checkpoint)?;
+    compare::check(&manifest, pod, handler)?;
+    Ok(manifest)
+}
+
+/// Returns what a pod continues from. All containers of the manifest are in `saved`.
+fn pod_base(
+    directory: &Path,
+    manifest: &CheckpointManifest,
+    saved: &[&SavedContainer],
+    is_complete: bool,
+) -> Result<PodBase, PodRestoreError> {
+    let images = images::images(manifest)?;
+    let waiting: Vec<WaitingContainer> = saved
         .iter()
-        .map(|(_, container)| PlannedContainer {
+        .map(|saved| WaitingContainer {
             id: ContainerId::from_bytes(new_id()),
-            container: (*container).clone(),
+            saved: (*saved).clone(),
+            layouts: images.layouts_of(saved),
         })
         .collect();
-    let restored = RestoredFrom {
-        checkpoint: manifest.id.clone(),
-        containers: planned.iter().map(|planned| planned.id.clone()).collect(),
-        volumes: volumes::names(&pairs)?,
-        is_complete: false,
+    let checkpointed = |waiting: &WaitingContainer| CheckpointedContainer {
+        saved_id: waiting.saved.id.clone(),
+        id: waiting.id.clone(),
     };
-    let containers = pairs
-        .iter()
-        .zip(&planned)
-        .map(|((saved, _), planned)| CheckpointedContainer { saved_id: saved.id.clone(), id: planned.id.clone() });
-    let images = images::images(&manifest)?;
     let vm = &manifest.vm;
     let checkpoint = CheckpointBase {
-        directory: order.checkpoint.clone(),
+        directory: directory.to_owned(),
         booted_mib: vm.booted_mib,
         reserve_used_bytes: vm.reserve_used_bytes,
-        containers: containers.collect(),
+        containers: waiting.iter().map(checkpointed).collect(),
         images: images.placed,
     };
+    let restored = RestoredFrom {
+        checkpoint: manifest.id.clone(),
+        containers: waiting.iter().map(|waiting| waiting.id.clone()).collect(),
+        volumes: BTreeMap::new(),
+        is_complete,
+        waiting,
+    };
     let memory_mib = vm.booted_mib.saturating_add(vm.added_mib);
-    let (resources, layouts) = (manifest.pod_resources, images.layouts);
-    Ok((PodBase { checkpoint, memory_mib, restored, resources, layouts }, planned))
+    Ok(PodBase { checkpoint, memory_mib, restored, resources: manifest.pod_resources.clone() })
 }
 
 #[cfg(test)]
@@ -180,12 +262,12 @@ mod tests {
                 containers: [].into(),
                 volumes: [].into(),
                 is_complete: false,
+                waiting: Vec::new(),
             },
             resources: Some(PodResources {
                 containers: Resources { cpu_period: 100_000, cpu_quota, memory_limit: 1 << 50, ..Resources::default() },
                 overhead: Resources::default(),
             }),
-            layouts: Vec::new(),
         };
         let found = |base: &PodBase| {
             let found = base.resized(created, &config, &handler);

@@ -17,8 +17,13 @@ use std::path::{Path, PathBuf};
 /// The bits of a mode with which others than the owner may write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
+/// Checks that only root can have put a checkpoint into these directories, the first of which is the outer one.
+pub(super) fn check_parents(directories: &[&Path]) -> Result<(), PodRestoreError> {
+    directories.iter().try_for_each(|path| Directory::open(path).map(drop))
+}
+
 /// Reads the manifest of a complete checkpoint.
-pub(super) fn read(path: &Path) -> Result<CheckpointManifest, PodRestoreError> {
+pub fn read(path: &Path) -> Result<CheckpointManifest, PodRestoreError> {
     let directory = Directory::open(path)?;
     directory.file(COMPLETE_FILE)?;
     let mut bytes = Vec::new();

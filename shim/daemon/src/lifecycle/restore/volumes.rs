@@ -9,30 +9,31 @@ use nacelle_model::checkpoint::{SavedContainer, SavedVolume};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Returns the names in the guest by the volumes on the node. Each volume of the containers must be inside the saved VM. Blocks.
+/// Returns the names in the guest by the volumes on the node: those that are known from other containers of the pod, and those of this one,
+/// whose volumes must all be inside the saved VM. Blocks.
 pub(super) fn names(
-    pairs: &[(&SavedContainer, &ContainerToRestore)],
+    known: BTreeMap<String, String>,
+    saved: &SavedContainer,
+    wanted: &ContainerToRestore,
 ) -> Result<BTreeMap<String, String>, PodRestoreError> {
-    let mut keys = BTreeMap::new();
-    let mut names = BTreeMap::new();
-    for (saved, wanted) in pairs {
-        for volume in &wanted.config.node_volumes {
-            let is_it = |saved: &&SavedVolume| saved.container_path == volume.container_path && saved.is_valid();
-            let in_guest = saved.guest_volumes.iter().find(is_it);
-            let in_guest = in_guest.ok_or_else(|| Incompatibility::Volume {
-                name: wanted.config.name.clone(),
-                path: volume.container_path.clone(),
-                is_saved: false,
-            })?;
-            let path = Path::new(&volume.host_path);
-            let path = path.canonicalize().map_err(at("find", path))?;
-            let key = volume_key(&path, &in_guest.name);
-            let other_key = keys.insert(in_guest.name.clone(), key.clone()).filter(|known| *known != key);
-            let other_name = names.insert(key, in_guest.name.clone()).filter(|known| *known != in_guest.name);
-            if other_key.or(other_name).is_some() {
-                let (name, path) = (wanted.config.name.clone(), volume.container_path.clone());
-                return Err(Incompatibility::SharedVolume { name, path }.into());
-            }
+    let mut keys: BTreeMap<String, String> = known.iter().map(|(key, name)| (name.clone(), key.clone())).collect();
+    let mut names = known;
+    for volume in &wanted.config.node_volumes {
+        let is_it = |saved: &&SavedVolume| saved.container_path == volume.container_path && saved.is_valid();
+        let in_guest = saved.guest_volumes.iter().find(is_it);
+        let in_guest = in_guest.ok_or_else(|| Incompatibility::Volume {
+            name: wanted.config.name.clone(),
+            path: volume.container_path.clone(),
+            is_saved: false,
+        })?;
+        let path = Path::new(&volume.host_path);
+        let path = path.canonicalize().map_err(at("find", path))?;
+        let key = volume_key(&path, &in_guest.name);
+        let other_key = keys.insert(in_guest.name.clone(), key.clone()).filter(|known| *known != key);
+        let other_name = names.insert(key, in_guest.name.clone()).filter(|known| *known != in_guest.name);
+        if other_key.or(other_name).is_some() {
+            let (name, path) = (wanted.config.name.clone(), volume.container_path.clone());
+            return Err(Incompatibility::SharedVolume { name, path }.into());
         }
     }
     Ok(names)
@@ -52,7 +53,7 @@ mod tests {
             container_path: format!("/{n}"),
             name: (*name).to_owned(),
         });
-        let saved = SavedContainer::new(&container(2, 1), in_guest.collect());
+        let saved = container(2, 1).saved(in_guest.collect());
         let volume = |(n, path): (usize, &&Path)| NodeVolume {
             host_path: path.display().to_string(),
             container_path: format!("/{n}"),
@@ -76,7 +77,7 @@ mod tests {
             std::fs::create_dir(path).unwrap();
         }
         let names_of = |pairs: &[(SavedContainer, ContainerToRestore)]| {
-            names(&pairs.iter().map(|(saved, wanted)| (saved, wanted)).collect::<Vec<_>>())
+            pairs.iter().try_fold(BTreeMap::new(), |known, (saved, wanted)| names(known, saved, wanted))
         };
         let refused = |pairs: &[(SavedContainer, ContainerToRestore)]| {
             matches!(

@@ -239,6 +239,7 @@ mod tests {
             containers: [continuing.clone()].into(),
             volumes: volumes.iter().cloned().collect(),
             is_complete: true,
+            waiting: Vec::new(),
         };
         let names = |restored: &RestoredFrom, id: &ContainerId, paths: &[&Path]| {
             let volumes: Vec<_> = paths.iter().map(|path| volume(path)).collect();

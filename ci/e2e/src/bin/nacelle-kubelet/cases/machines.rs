@@ -8,7 +8,6 @@ use nacelle_e2e::TestImage;
 use nacelle_e2e::machine::boot_disk;
 use nacelle_e2e::run::run_with_input;
 use serde_json::Value;
-use std::collections::BTreeSet;
 use std::process::{Child, Stdio};
 
 /// The image of the examples, and the memory of their VMs, with replacements: the disk here is smaller and needs less.
@@ -120,14 +119,6 @@ pub fn machine_pod(fixture: &KubeletFixture) -> CaseResult {
     CaseResult::Passed
 }
 
-/// Returns the names of the live pods of the set.
-fn members(cluster: &TestCluster) -> BTreeSet<String> {
-    let pods = cluster.object("/api/v1/namespaces/default/pods?labelSelector=app%3Dmachines").unwrap_or_default();
-    let living =
-        pods["items"].as_array().into_iter().flatten().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
-    living.filter_map(|pod| pod["metadata"]["name"].as_str().map(str::to_owned)).collect()
-}
-
 pub fn replica_set_of_machine_pods(fixture: &KubeletFixture) -> CaseResult {
     if nacelle_e2e::node::engine() == "host" {
         return CaseResult::Skipped("a pod without a machine is none");
@@ -135,19 +126,7 @@ pub fn replica_set_of_machine_pods(fixture: &KubeletFixture) -> CaseResult {
     let cluster = joined_cluster(fixture);
     cluster.apply(&documents(fixture, "machine")[0]);
     cluster.apply(&documents(fixture, "replica-set")[0]);
-    // Binds the pods in place of a scheduler.
-    let ready = |wanted: u64| {
-        wait_for(&format!("{wanted} machines are Ready"), || {
-            for name in members(cluster) {
-                cluster.bind_pod(&name);
-            }
-            let set = cluster.object("/apis/apps/v1/namespaces/default/replicasets/machines")?;
-            let found = members(cluster);
-            let status = &set["status"];
-            (status["readyReplicas"] == wanted && status["replicas"] == wanted && found.len() as u64 == wanted)
-                .then_some(found)
-        })
-    };
+    let ready = |wanted| cluster.wait_for_members("machines", wanted);
     let three = ready(3);
     for name in &three {
         wait_for_log(cluster, name, "boot 1\n");
@@ -170,8 +149,6 @@ pub fn replica_set_of_machine_pods(fixture: &KubeletFixture) -> CaseResult {
     assert_eq!(ready(3), after);
     cluster.kubectl(&["scale", "replicaset", "machines", "--replicas=1"]).ok();
     assert!(ready(1).is_subset(&after));
-    cluster.kubectl(&["scale", "replicaset", "machines", "--replicas=0"]).ok();
-    wait_for("all are gone", || members(cluster).is_empty().then_some(()));
-    cluster.kubectl(&["delete", "replicaset", "machines"]).ok();
+    cluster.delete_set("machines");
     CaseResult::Passed
 }

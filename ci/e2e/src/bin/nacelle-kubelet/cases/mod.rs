@@ -1,6 +1,7 @@
 //! Lists the cases.
 
 mod admission;
+mod checkpoints;
 mod cluster;
 mod csi;
 mod eviction;
@@ -56,6 +57,7 @@ pub const CLUSTER: &[SharedCase] = &[
     ("eviction", cluster::eviction),
     ("machine pod", machines::machine_pod),
     ("replica set of machine pods", machines::replica_set_of_machine_pods),
+    ("replica set from a checkpoint", checkpoints::replica_set_from_a_checkpoint),
     ("emptyDir with a size limit", cluster::empty_dir_with_a_size_limit),
     ("a database with a claim", cluster::a_database_with_a_claim),
     ("configuration updates", cluster::configuration_updates),

@@ -8,13 +8,14 @@ use crate::lifecycle::container::{cpus, create, prepare, remove};
 use crate::lifecycle::context::error::{LifecycleError, at};
 use crate::lifecycle::context::text::{clip, lead_with_reason};
 use crate::lifecycle::context::{new_id, unix_nanos};
+use crate::lifecycle::restore::Continuation;
 use crate::traces::{RequestSpan, TracedWork};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
-use nacelle_model::record::ContainerRecord;
+use nacelle_model::record::{ContainerRecord, PodRecord, RestoredFrom};
 use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_model::state;
-use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState};
+use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState, PodEvent};
 use nacelle_pod::protocol::PodFeatureSet;
 use nacelle_store::Change;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 impl Actor {
     pub(crate) async fn create(
         &mut self,
-        restored: Option<ContainerId>,
+        continuation: Option<Continuation>,
         config: ContainerConfig,
         image: ContainerImage,
         volumes: Vec<ContainerImage>,
@@ -48,9 +49,11 @@ impl Actor {
             let id = entry.record.id.to_string();
             return drop(answer.send(Err(LifecycleError::NameTaken { what: "container", name, id })));
         }
-        let is_restored = restored.is_some();
-        let record = match self.check_new(config, image, volumes) {
-            Ok(record) => ContainerRecord { id: restored.unwrap_or(record.id), ..record },
+        let taken = continuation.map(|continuation| self.take_up(continuation, &config.name)).transpose();
+        let checked = taken.and_then(|taken| Ok((self.check_new(config, image, volumes)?, taken)));
+        let (record, restored) = match checked {
+            Ok((record, Some((id, restored)))) => (ContainerRecord { id, ..record }, Some(restored)),
+            Ok((record, None)) => (record, None),
             Err(error) => return drop(answer.send(Err(error))),
         };
         let Some(client) = self.client.clone() else { return drop(answer.send(Err(self.not_ready()))) };
@@ -64,12 +67,18 @@ impl Actor {
             return drop(answer.send(Err(error)));
         }
         let confined = match self.confine(Some(&record.config.resources)).await {
-            Ok(()) => self.commit(vec![Change::Container(record.clone().into())]).await,
+            Ok(()) => {
+                let pod = restored.clone().map(|restored| PodRecord { restored: Some(restored), ..self.pod.clone() });
+                let pod = pod.into_iter().map(|pod| Change::Pod(pod.into()));
+                self.commit(pod.chain([Change::Container(record.clone().into())]).collect()).await
+            }
             failed => failed,
         };
         if let Err(error) = confined {
             return drop(answer.send(Err(error)));
         }
+        let is_restored = restored.is_some();
+        self.pod.restored = restored.or(self.pod.restored.take());
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
         entry.create_span = span;
@@ -83,6 +92,17 @@ impl Actor {
             let prepared = timeline.measure("prepared", prepare::prepare(&services, client, &pod, &record)).await;
             Message::Prepared(id, prepared.map(Box::new))
         });
+    }
+
+    /// Returns the id of the container that continues, and the pod's part without it among the waiting ones.
+    fn take_up(&self, continuation: Continuation, name: &str) -> Result<(ContainerId, RestoredFrom), LifecycleError> {
+        let Continuation { id, volumes } = continuation;
+        let is_waiting = |restored: &RestoredFrom| restored.waiting.iter().any(|waiting| waiting.id == id);
+        let restored = self.pod.restored.clone().filter(is_waiting);
+        let mut restored = restored.ok_or_else(|| LifecycleError::Continued { name: name.to_owned() })?;
+        restored.waiting.retain(|waiting| waiting.id != id);
+        restored.volumes.extend(volumes);
+        Ok((id, restored))
     }
 
     /// Creates a container whose creation an earlier daemon may have begun.
@@ -124,6 +144,21 @@ impl Actor {
         self.publish();
         let making = create::create(Arc::clone(&self.services), self.pod.clone(), record, *prepared);
         self.effect(async move { Message::Created(id, timeline.measure("made", making).await) });
+    }
+
+    /// Ends a pod one of whose containers could not continue: it would be a new one if it was created again. RestorePod removes the pod.
+    async fn end_unless_continued(&mut self, id: &ContainerId) {
+        let failed = self.containers.get(id).filter(|entry| entry.is_restored).and_then(|entry| {
+            let error = entry.create_error.as_ref()?;
+            Some((entry.record.config.name.clone(), Chain(error).to_string()))
+        });
+        let is_complete = self.pod.restored.as_ref().is_some_and(|restored| restored.is_complete);
+        let Some((name, error)) = failed.filter(|_| is_complete && self.pod.state == state::PodState::Ready) else {
+            return;
+        };
+        self.pod.failure = clip(&format!("container {name:?} could not continue from its checkpoint: {error}"));
+        tracing::warn!(pod = %self.pod.id, failure = self.pod.failure, "the pod ends, because it would be incomplete");
+        self.step(PodEvent::Stop).await;
     }
 
     /// Returns the record of a new container if it may be created.
@@ -214,7 +249,8 @@ impl Actor {
             }
         };
         if self.step_container(&id, ask).await == Some(ContainerAction::Remove) {
-            return self.begin_remove(id);
+            self.begin_remove(id.clone());
+            return self.end_unless_continued(&id).await;
         }
         let Some(entry) = self.containers.get_mut(&id) else { return };
         answer_all(&mut entry.create_waiters, &Ok(id.clone()));
