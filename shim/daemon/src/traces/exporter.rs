@@ -58,6 +58,14 @@ impl SpanQueue {
     }
 }
 
+#[cfg(test)]
+impl SpanQueue {
+    /// Returns a queue that drops all spans.
+    pub(super) fn unread() -> SpanQueue {
+        SpanQueue { spans: mpsc::channel(1).0, counters: EventCounters::new([]) }
+    }
+}
+
 /// The task that sends spans to the collector.
 pub(crate) struct TraceExporter {
     end: CancellationToken,

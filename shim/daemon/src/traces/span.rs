@@ -11,6 +11,7 @@ use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use opentelemetry_proto::tonic::trace::v1::{Span, Status};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+use tokio::task::JoinHandle;
 use tonic::Code;
 
 /// The maximum size in bytes of an attribute's value; a longer one is cut. A name of Kubernetes has at most 253.
@@ -82,6 +83,17 @@ impl RequestSpan {
     /// Runs the answer of the request as its task.
     pub(super) async fn scope<F: Future>(self, answer: F) -> F::Output {
         CURRENT.scope(self, answer).await
+    }
+
+    /// Starts a task that works on the answer of the request, and to its end if the request is given up.
+    pub(crate) fn spawn<F>(work: F) -> JoinHandle<F::Output>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
+        match RequestSpan::current() {
+            Some(span) => tokio::spawn(span.scope(work)),
+            None => tokio::spawn(work),
+        }
     }
 
     /// Replaces the attributes that name the subject of the request. Empty values are left out, and long ones are cut.
@@ -189,6 +201,14 @@ fn unsigned(nanos: i64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_task_of_a_request_adds_steps_to_its_span() {
+        let is_recorded = async || RequestSpan::spawn(async { RequestSpan::current().is_some() }).await.unwrap();
+        assert!(!is_recorded().await);
+        let span = RequestSpan::begin(SpanQueue::unread(), Err([1; 16]), "service", "method");
+        assert!(span.scope(is_recorded()).await);
+    }
 
     #[test]
     fn only_faults_of_the_server_are_errors() {

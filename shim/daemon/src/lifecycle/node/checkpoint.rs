@@ -4,6 +4,7 @@ use super::Node;
 use crate::lifecycle::checkpoint::{self, CheckpointError, CheckpointOrder, CheckpointRefusal, PodCheckpoint};
 use crate::lifecycle::context::error::LifecycleError;
 use crate::lifecycle::context::view::View;
+use crate::traces::RequestSpan;
 use nacelle_base::ContainerId;
 use nacelle_base::task::TaskError;
 use nacelle_model::state::ContainerState;
@@ -22,7 +23,7 @@ impl Node {
         let _guard = stop.guard();
         let services = Arc::clone(&self.services);
         let job = PodCheckpoint { services, view, client, pod_dir, output: order.output, containers, claim, stop };
-        tokio::spawn(checkpoint::save(job)).await.map_err(|error| TaskError::new("save the pod", error))?
+        RequestSpan::spawn(checkpoint::save(job)).await.map_err(|error| TaskError::new("save the pod", error))?
     }
 
     /// Stops all checkpoints, now and from now on: the daemon ends.

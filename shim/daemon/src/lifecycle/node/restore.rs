@@ -62,7 +62,7 @@ impl Node {
         // Dropped with this future.
         let _guard = cancelled.clone().drop_guard();
         let node = self.clone();
-        let restored = tokio::spawn(async move { node.restore(order, cancelled).await }).await;
+        let restored = RequestSpan::spawn(async move { node.restore(order, cancelled).await }).await;
         restored.map_err(|error| TaskError::new("restore the pod", error))?
     }
 
