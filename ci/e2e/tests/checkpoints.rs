@@ -285,6 +285,14 @@ fn other_engines_refuse_to_save_a_pod() {
         assert_eq!(refused.code(), Code::FailedPrecondition);
         assert!(refused.message().contains("engine"), "{refused}");
         assert_eq!(names(&output), BTreeSet::new());
+        // Nor by hand.
+        for pod in [world.pod.id.as_str(), "0123456789abc"] {
+            let refused = world.node.nacelle(&["checkpoint", "create", pod, "warm"]);
+            println!("{}", refused.stderr);
+            assert_ne!(refused.code, 0);
+        }
+        assert_eq!(world.node.nacelle_json(&["checkpoint", "ls"]), serde_json::json!([]));
+        assert_eq!(world.node.nacelle(&["checkpoint", "rm", "warm", "--namespace", "e2e"]).code, 3);
         world.counts_on();
         world.remove().await;
     });
