@@ -5,6 +5,7 @@ mod common;
 use common::saved::{Saved, with_volume};
 use common::{Daemon, SHAPE_HANDLER, container_config, pod_config};
 use nacelle_proto::cri;
+use nix::mount::{MsFlags, mount, umount};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -79,6 +80,11 @@ fn each_container_continues_when_it_is_created() {
         let other = cri::ContainerConfig { command: vec!["/bin/false".into()], ..container_config("b") };
         let error = daemon.create_from(&pod, other).await.unwrap_err();
         assert!(error.code() == Code::FailedPrecondition && error.message().contains("its command"), "{error}");
+        let volume = saved.volume("new");
+        umount(&volume).unwrap();
+        let error = daemon.create_from(&pod, with_volume("a", &volume)).await.unwrap_err();
+        assert!(error.message().contains("/cache is not in the checkpoint"), "{error}");
+        mount(Some("none"), &volume, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         assert!(is_ready(&mut daemon, &pod).await);
         for _ in 0..2 {
             assert_eq!(daemon.create(&pod, "b").await.unwrap(), ids[1]);

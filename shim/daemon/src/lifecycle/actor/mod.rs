@@ -27,7 +27,7 @@ use nacelle_base::machine::EngineKind;
 use nacelle_base::timeline::Timeline;
 use nacelle_base::{Chain, Classify, ContainerId};
 use nacelle_model::process::PodProcess;
-use nacelle_model::record::{ContainerRecord, PodRecord};
+use nacelle_model::record::{ContainerRecord, PodRecord, WaitingContainer};
 use nacelle_model::resources::{PodResources, Resources};
 use nacelle_model::state;
 use nacelle_model::state::PodEvent;
@@ -69,8 +69,8 @@ pub(crate) struct Entry {
     start_span: Option<RequestSpan>,
     /// Pending changes of the container's limits, in order; the first one is being applied.
     updates: VecDeque<(Box<Resources>, Answer<()>)>,
-    /// The container continues from a checkpoint.
-    is_restored: bool,
+    /// The container as it waited, if it continues from a checkpoint.
+    waited: Option<WaitingContainer>,
 }
 
 impl Entry {
@@ -86,7 +86,7 @@ impl Entry {
             create_span: None,
             start_span: None,
             updates: VecDeque::new(),
-            is_restored: false,
+            waited: None,
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::lifecycle::restore::Continuation;
 use crate::traces::{RequestSpan, TracedWork};
 use nacelle_base::{Chain, ContainerId};
 use nacelle_model::container::{ContainerConfig, ContainerImage};
-use nacelle_model::record::{ContainerRecord, PodRecord, RestoredFrom};
+use nacelle_model::record::{ContainerRecord, PodRecord, RestoredFrom, WaitingContainer};
 use nacelle_model::security::{ContainerUser, PidMode};
 use nacelle_model::state;
 use nacelle_model::state::{ContainerAction, ContainerEvent, ContainerState, PodEvent};
@@ -51,8 +51,8 @@ impl Actor {
         }
         let taken = continuation.map(|continuation| self.take_up(continuation, &config.name)).transpose();
         let checked = taken.and_then(|taken| Ok((self.check_new(config, image, volumes)?, taken)));
-        let (record, restored) = match checked {
-            Ok((record, Some((id, restored)))) => (ContainerRecord { id, ..record }, Some(restored)),
+        let (record, taken) = match checked {
+            Ok((record, Some(taken))) => (ContainerRecord { id: taken.0.id.clone(), ..record }, Some(taken)),
             Ok((record, None)) => (record, None),
             Err(error) => return drop(answer.send(Err(error))),
         };
@@ -68,7 +68,8 @@ impl Actor {
         }
         let confined = match self.confine(Some(&record.config.resources)).await {
             Ok(()) => {
-                let pod = restored.clone().map(|restored| PodRecord { restored: Some(restored), ..self.pod.clone() });
+                let restored = taken.as_ref().map(|(_, restored)| restored.clone());
+                let pod = restored.map(|restored| PodRecord { restored: Some(restored), ..self.pod.clone() });
                 let pod = pod.into_iter().map(|pod| Change::Pod(pod.into()));
                 self.commit(pod.chain([Change::Container(record.clone().into())]).collect()).await
             }
@@ -77,12 +78,13 @@ impl Actor {
         if let Err(error) = confined {
             return drop(answer.send(Err(error)));
         }
-        let is_restored = restored.is_some();
-        self.pod.restored = restored.or(self.pod.restored.take());
         let id = record.id.clone();
         let mut entry = Entry::new(record.clone());
         entry.create_span = span;
-        entry.is_restored = is_restored;
+        if let Some((waited, restored)) = taken {
+            entry.waited = Some(waited);
+            self.pod.restored = Some(restored);
+        }
         let timeline = entry.timeline.clone();
         entry.create_waiters.push(answer);
         self.containers.insert(id.clone(), entry);
@@ -94,15 +96,32 @@ impl Actor {
         });
     }
 
-    /// Returns the id of the container that continues, and the pod's part without it among the waiting ones.
-    fn take_up(&self, continuation: Continuation, name: &str) -> Result<(ContainerId, RestoredFrom), LifecycleError> {
+    /// Returns the container that continues, and the pod's part without it among the waiting ones.
+    fn take_up(
+        &self,
+        continuation: Continuation,
+        name: &str,
+    ) -> Result<(WaitingContainer, RestoredFrom), LifecycleError> {
         let Continuation { id, volumes } = continuation;
-        let is_waiting = |restored: &RestoredFrom| restored.waiting.iter().any(|waiting| waiting.id == id);
-        let restored = self.pod.restored.clone().filter(is_waiting);
-        let mut restored = restored.ok_or_else(|| LifecycleError::Continued { name: name.to_owned() })?;
-        restored.waiting.retain(|waiting| waiting.id != id);
+        let mut restored = self.pod.restored.clone();
+        let taken = restored.as_mut().and_then(|restored| {
+            let place = restored.waiting.iter().position(|waiting| waiting.id == id)?;
+            Some(restored.waiting.remove(place))
+        });
+        let (Some(waiting), Some(mut restored)) = (taken, restored) else {
+            return Err(LifecycleError::Continued { name: name.to_owned() });
+        };
         restored.volumes.extend(volumes);
-        Ok((id, restored))
+        Ok((waiting, restored))
+    }
+
+    /// Lets a container wait again of whose continuation the guest knows nothing yet.
+    async fn wait_again(&mut self, id: &ContainerId) {
+        let waited = self.containers.get_mut(id).and_then(|entry| entry.waited.take());
+        if let (Some(waiting), Some(restored)) = (waited, &mut self.pod.restored) {
+            restored.waiting.push(waiting);
+            self.keep_pod().await;
+        }
     }
 
     /// Creates a container whose creation an earlier daemon may have begun.
@@ -131,12 +150,15 @@ impl Actor {
     pub(crate) async fn prepared(&mut self, id: ContainerId, result: Result<Box<Prepared>, LifecycleError>) {
         let prepared = match result {
             Ok(prepared) => prepared,
-            Err(error) => return self.created(id, Err(error)).await,
+            Err(error) => {
+                self.wait_again(&id).await;
+                return self.created(id, Err(error)).await;
+            }
         };
         // A container that is being removed keeps its entry until this result has arrived.
         let Some(entry) = self.containers.get_mut(&id) else { return };
         entry.record.stop_signal = Some(prepared.stop_signal());
-        if entry.record.state == ContainerState::Creating && prepared.is_certain() && !entry.is_restored {
+        if entry.record.state == ContainerState::Creating && prepared.is_certain() && entry.waited.is_none() {
             entry.record.answered = true;
             answer_all(&mut entry.create_waiters, &Ok(id.clone()));
         }
@@ -146,9 +168,9 @@ impl Actor {
         self.effect(async move { Message::Created(id, timeline.measure("made", making).await) });
     }
 
-    /// Ends a pod one of whose containers could not continue: it would be a new one if it was created again. RestorePod removes the pod.
+    /// Ends a pod of whose containers one could not continue in the guest: it would be a new one if it was created again. RestorePod removes the pod.
     async fn end_unless_continued(&mut self, id: &ContainerId) {
-        let failed = self.containers.get(id).filter(|entry| entry.is_restored).and_then(|entry| {
+        let failed = self.containers.get(id).filter(|entry| entry.waited.is_some()).and_then(|entry| {
             let error = entry.create_error.as_ref()?;
             Some((entry.record.config.name.clone(), Chain(error).to_string()))
         });
